@@ -1,0 +1,1 @@
+"""What a step cost and what it reached: FLOPs, hardware peaks, the meter, and where the lines go."""
