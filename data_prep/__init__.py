@@ -1,0 +1,1 @@
+"""Raw text to packed token shards. Knows nothing of training."""
