@@ -238,6 +238,8 @@ class Wandb:
                     else f"points are kept under {options['dir']}/wandb for `wandb sync`"
                 )
                 self._say(f"warning: wandb could not start {mode} ({_reason(error)}); {then}")
+                with contextlib.suppress(Exception):
+                    wandb.teardown()  # its service would hold on to the run's id
         return None
 
 
