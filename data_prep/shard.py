@@ -97,6 +97,29 @@ class ShardWriter:
         if self._held_tokens >= _FLUSH_TOKENS:
             self._flush()
 
+    def add_documents(
+        self, tokens: np.ndarray, lengths: np.ndarray, *, sources: np.ndarray, lines: np.ndarray, num_bytes: np.ndarray
+    ) -> None:
+        """Many documents at once: their tokens end to end, then one number each, as in `add_document`."""
+        if tokens.dtype.kind not in "iu" or int(lengths.sum()) != len(tokens) or int(lengths.min(initial=1)) < 1:
+            raise DataError(f"{self.path.name}: {len(tokens)} tokens ({tokens.dtype}) are not {len(lengths)} documents")
+        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
+            low, high = int(tokens.min()), int(tokens.max())
+            raise DataError(
+                f"{self.path.name}: documents {self.documents} to {self.documents + len(lengths) - 1} hold token id "
+                f"{low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens; "
+                "count the tokenizer's added tokens in its size"
+            )
+        self._flush()
+        self._ends.frombytes((np.cumsum(lengths, dtype=np.uint64) + np.uint64(self.tokens)).tobytes())
+        self._sources.frombytes(np.asarray(sources, np.uint32).tobytes())
+        self._lines.frombytes(np.asarray(lines, np.uint64).tobytes())
+        self._sizes.frombytes(np.asarray(num_bytes, np.uint64).tobytes())
+        self.tokens += len(tokens)
+        self.documents += len(lengths)
+        self.num_bytes += int(num_bytes.sum(dtype=np.uint64))
+        self._file.write(np.ascontiguousarray(tokens, self._dtype))
+
     def finish(self) -> ShardInfo:
         self._flush()
         self._file.align()
@@ -199,6 +222,12 @@ class Shard:
         width = self.header.token_bytes
         self.file.check(first * width, last * width)
 
+    def check_documents(self) -> None:
+        """The same for everything that is kept of the documents beside their tokens."""
+        begin = -(-self.header.tokens * self.header.token_bytes // 8) * 8
+        if self.header.documents:
+            self.file.check(np.array([begin]), np.array([self.file.payload_bytes - 1]))
+
     def verify(self) -> None:
         """Every checksum, and that ends, counts and ids are in bounds; DataError names the file."""
         self.file.verify()
@@ -238,6 +267,7 @@ class SourceFile:
     documents: int
     tokens: int
     num_bytes: int
+    first_line: int = 1  # a large file is several entries; line k of an entry is line first_line - 1 + k of the file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,340 @@
+"""Rows of a dataset: inputs, labels, positions and document numbers of any rows, straight from the mapped shards.
+
+A row is `seq_len` positions made of pieces. Which pieces is looked up in the row index (`best_fit`) or follows from
+the document ends (`concat`); nothing is scanned or kept, so a thousand shards open as fast as one. Each block of a
+shard is checked against its CRC when a row first touches it.
+"""
+
+import hashlib
+import itertools
+import resource
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data_prep.errors import DataError
+from data_prep.row_index import Packing, PackingInfo, RowIndex, index_path, packings, shards_hash
+from data_prep.shard import Manifest, Shard, shard_path
+
+IGNORE = -100  # the label of a position that is no target
+_U64 = np.dtype("<u8")
+
+
+class RowBatch(NamedTuple):
+    """B rows of T positions. Without document masking, positions run over the row and documents are 0."""
+
+    inputs: np.ndarray  # int64 [B, T]; padding holds EOS, or 0
+    labels: np.ndarray  # int64 [B, T]; IGNORE where there is no target
+    positions: np.ndarray  # int32 [B, T], from 0 in each piece
+    documents: np.ndarray  # int32 [B, T], from 0 in each row; padding is -1
+    starts: np.ndarray  # int32 [B, max_documents_per_row]: where each piece, or padding, begins; then T
+
+
+class RowPiece(NamedTuple):
+    """Where part of a row comes from."""
+
+    at: int  # its first position in the row
+    size: int  # positions
+    shard: str
+    document: int  # in its shard
+    start: int  # its first token in the document
+    source: int  # index into the dataset's source files
+    line: int
+
+
+class _Pieces(NamedTuple):
+    counts: np.ndarray  # pieces of each row; the others have one entry per piece, in row order
+    shard: np.ndarray
+    start: np.ndarray  # token in the shard
+    size: np.ndarray
+    closes: np.ndarray | None  # the last position's label is another document's token (concat)
+
+
+class Rows:
+    """The rows of one split. Not for several threads at once: the set of open shards is kept without a lock."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        split: str,
+        manifest: Manifest,
+        index: RowIndex,
+        *,
+        mask_documents: bool,
+        max_open: int,
+    ) -> None:
+        self.folder, self.split, self.mask_documents = Path(folder), split, mask_documents
+        self.shards = manifest.shards(split)
+        self.info: PackingInfo = index.info
+        self.seq_len = self.info.seq_len
+        self.packing = self.info.packing
+        self.vocab_size = manifest.tokenizer.vocab_size
+        self.tokenizer_hash = manifest.tokenizer.hash
+        self.num_bytes = self.info.num_bytes  # of text in the documents that have targets
+        self.max_documents_per_row = max(self.info.max_documents, 1) if mask_documents else 1
+        self._index, self._max_open = index, max_open
+        self._fill = manifest.tokenizer.eos_id or 0
+        self._ends = np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)
+        self._begins = np.concatenate([[0], self._ends])
+        self._document_ends = np.cumsum([shard.documents for shard in self.shards], dtype=np.int64)
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._seen: dict[int, np.ndarray] = {}  # which blocks are proven, also of shards closed meanwhile
+
+    def __len__(self) -> int:
+        return self.info.rows
+
+    @property
+    def num_targets(self) -> int:
+        """Of all rows together."""
+        return self.info.targets if self.mask_documents else self.info.positions
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides what the rows hold."""
+        parts = (self.tokenizer_hash, self.info.shards_hash, self._index.file.sha256, self.packing, self.seq_len)
+        return hashlib.sha256(" ".join(map(str, (*parts, self.mask_documents))).encode()).hexdigest()
+
+    def targets(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [n]: labels that count in each row. Reads no token."""
+        if self.packing == "concat" and not self.mask_documents:
+            return self.tokens(indices)
+        return self.seq_len - self._index.look_up("missing", self._in_range(indices))
+
+    def tokens(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [n]: positions of each row that are no padding. Reads no token."""
+        indices = self._in_range(indices)
+        if self.packing == "concat":
+            return np.minimum(self.seq_len, self.info.positions - indices * self.seq_len)
+        return self.seq_len - self._index.look_up("missing", indices)
+
+    def read(self, indices: np.ndarray) -> RowBatch:
+        """The rows, in the order asked for. A damaged or missing shard raises DataError."""
+        indices = self._in_range(indices)
+        batch, length = len(indices), self.seq_len
+        padding = length - self.tokens(indices)
+        counts, shard, start, size, closes = _pad(self._pieces(indices), padding)
+        if int(size.sum()) != batch * length:
+            raise self._damaged_index()
+        begin = np.cumsum(size) - size  # of each piece in the flattened rows
+        inputs, labels = self._gather(shard, start, size, begin, batch * length)
+        if closes is not None:
+            self._close_documents(labels, (begin + size)[closes] - 1, shard[closes], (start + size)[closes])
+        if self.mask_documents:
+            number = np.arange(len(size)) - np.repeat(np.cumsum(counts) - counts, counts)
+            positions = np.arange(batch * length, dtype=np.int32)
+            positions -= np.repeat(begin.astype(np.int32), size)
+            documents = np.repeat(number.astype(np.int32), size)
+            starts = np.full((batch, self.max_documents_per_row), length, np.int32)
+            starts[np.repeat(np.arange(batch), counts), number] = begin % length
+        else:
+            positions = np.tile(np.arange(length, dtype=np.int32), batch)
+            documents = np.zeros(batch * length, np.int32)
+            starts = np.zeros((batch, 1), np.int32)
+        for row in np.flatnonzero(padding).tolist():
+            empty = slice((row + 1) * length - int(padding[row]), (row + 1) * length)
+            inputs[empty], labels[empty] = self._fill, IGNORE
+            if self.mask_documents:
+                positions[empty], documents[empty] = 0, -1
+        shape = (batch, length)
+        return RowBatch(
+            inputs.reshape(shape), labels.reshape(shape), positions.reshape(shape), documents.reshape(shape), starts
+        )
+
+    def pieces(self, row: int) -> list[RowPiece]:
+        """Where a row's tokens come from, in order."""
+        _, shards, starts, sizes, _ = self._pieces(self._in_range(np.array([row])))
+        found, at = [], 0
+        for number, start, size in zip(shards.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+            shard = self._shard(number)
+            document = int(np.searchsorted(shard.document_ends, np.array(start, _U64), "right"))
+            begin = int(shard.document_ends[document - 1]) if document else 0
+            source, line = int(shard.sources[document]), int(shard.lines[document])
+            found.append(RowPiece(at, size, shard.path.name, document, start - begin, source, line))
+            at += size
+        return found
+
+    def rows_of(self, document: int) -> np.ndarray:
+        """int64 [n]: the rows that hold a document of the split, counted over its shards in order."""
+        number = int(np.searchsorted(self._document_ends, document, "right"))
+        if document < 0 or number >= len(self.shards):
+            raise DataError(f"document {document}: split {self.split!r} of {self.folder} has {self.info.documents}")
+        shard, base = self._shard(number), self._ends[number] - self.shards[number].tokens
+        local = document - (int(self._document_ends[number]) - self.shards[number].documents)
+        begin = int(base) + (int(shard.document_ends[local - 1]) if local else 0)
+        end = int(base) + int(shard.document_ends[local])
+        if self.packing == "concat":
+            last = min(end, self.info.positions) - 1  # the very last token of all has no position
+            return np.arange(begin // self.seq_len, last // self.seq_len + 1)
+        index = self._index
+        windows = index.windows.reshape(-1, 2)
+        window = int(np.searchsorted(windows[:, 1], np.array(begin, _U64), "right")) - 1
+        low = int(windows[window, 0])
+        high = int(windows[window + 1, 0]) if window + 1 < len(windows) else self.info.pieces
+        starts = index.starts[low:high]
+        hits = low + np.flatnonzero((starts >= begin) & (starts < end))
+        return np.unique(np.searchsorted(index.first, hits.astype(_U64), "right") - 1)
+
+    def _pieces(self, indices: np.ndarray) -> _Pieces:
+        if self.packing == "concat":
+            return self._concat_pieces(indices)
+        index = self._index
+        first = index.look_up("first", indices)
+        counts = index.look_up("first", indices + 1) - first
+        if (counts < 0).any() or (first + counts > self.info.pieces).any():
+            raise self._damaged_index()
+        which = _ranges(first, counts)
+        start, size = index.look_up("starts", which), index.look_up("sizes", which)
+        shard = np.searchsorted(self._ends, start, "right")
+        if (start + size >= self._ends[shard.clip(max=len(self._ends) - 1)]).any():  # a piece needs one token more
+            raise self._damaged_index()
+        start -= self._begins[shard]
+        return _Pieces(counts, shard, start, size, None)
+
+    def _concat_pieces(self, indices: np.ndarray) -> _Pieces:
+        low = indices * self.seq_len
+        high = low + self.tokens(indices)
+        begins = self._begins
+        first = np.searchsorted(self._ends, low, "right")
+        spans = np.searchsorted(self._ends, high - 1, "right") - first + 1  # shards that the row reaches into
+        shard = _ranges(first, spans)
+        start = np.maximum(np.repeat(low, spans), begins[shard]) - begins[shard]
+        end = np.minimum(np.repeat(high, spans), begins[shard + 1]) - begins[shard]
+        # Documents of each span: `document` holds its first token, `documents` more begin inside.
+        document, documents = np.empty_like(start), np.empty_like(start)
+        for number in np.unique(shard).tolist():
+            here, ends = shard == number, self._shard(number).document_ends
+            document[here] = np.searchsorted(ends, start[here].astype(_U64), "right")
+            documents[here] = np.searchsorted(ends, end[here].astype(_U64), "left") - document[here] + 1
+        which = _ranges(document, documents)
+        span = np.repeat(np.arange(len(shard)), documents)
+        stop = np.empty_like(which)
+        for number in np.unique(shard).tolist():
+            here = shard[span] == number
+            stop[here] = self._shard(number).document_ends[which[here]].astype(np.int64)
+        closes = stop <= end[span]
+        stop = np.minimum(stop, end[span])
+        heads = np.cumsum(documents) - documents
+        begin = np.empty_like(stop)
+        begin[1:] = stop[:-1]
+        begin[heads] = start
+        counts = np.add.reduceat(documents, np.cumsum(spans) - spans) if len(spans) else documents
+        return _Pieces(counts, shard[span], begin, stop - begin, closes)
+
+    def _gather(
+        self, shard: np.ndarray, start: np.ndarray, size: np.ndarray, begin: np.ndarray, total: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels, flattened. One gather for each run of pieces of one shard: a fifth of the time that
+        copying piece by piece takes at ordinary document lengths."""
+        inputs, labels = np.empty(total, np.int64), np.empty(total, np.int64)
+        at = np.arange(total)
+        at += np.repeat(start - begin, size)
+        cuts = [0, *(np.flatnonzero(shard[1:] != shard[:-1]) + 1).tolist(), len(shard)] if total else []
+        for low, high in itertools.pairwise(cuts):
+            mapped = self._shard(int(shard[low]))
+            last = np.minimum(start[low:high] + size[low:high], mapped.header.tokens - 1)
+            mapped.check_tokens(start[low:high], last)
+            span = slice(int(begin[low]), int(begin[high]) if high < len(begin) else total)
+            inputs[span] = mapped.tokens.take(at[span], mode="clip")
+            at[span] += 1
+            labels[span] = mapped.tokens.take(at[span], mode="clip")
+        return inputs, labels
+
+    def _close_documents(self, labels: np.ndarray, at: np.ndarray, shard: np.ndarray, end: np.ndarray) -> None:
+        """Concat: the labels at `at`, of pieces that stop at token `end`, are other documents' first tokens."""
+        if self.mask_documents:
+            labels[at] = IGNORE
+            return
+        for where, number, stop in zip(at.tolist(), shard.tolist(), end.tolist(), strict=True):
+            if stop == self.shards[number].tokens:  # the stream goes on in the next shard that is not empty
+                follower = int(np.searchsorted(self._ends, self._ends[number], "right"))
+                labels[where] = self._shard(follower).tokens[0]
+
+    def _shard(self, number: int) -> Shard:
+        shard = self._open.get(number)
+        if shard is not None:
+            self._open.move_to_end(number)
+            return shard
+        info = self.shards[number]
+        shard = Shard(shard_path(self.folder, info))
+        if (shard.header.tokens, shard.header.documents, shard.header.sha256) != (
+            info.tokens,
+            info.documents,
+            info.sha256,
+        ):
+            raise DataError(f"{shard.path}: is not the shard that the manifest names; build the dataset again")
+        shard.file.seen = self._seen.setdefault(number, shard.file.seen)
+        self._open[number] = shard
+        if len(self._open) > self._max_open:  # a mapping holds a file descriptor
+            self._open.popitem(last=False)
+        return shard
+
+    def _in_range(self, indices: np.ndarray) -> np.ndarray:
+        indices = np.asarray(indices, np.int64)
+        if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
+            raise IndexError(f"rows {indices.min()} to {indices.max()} of {self.folder}, which has {len(self)}")
+        return indices
+
+    def _damaged_index(self) -> DataError:
+        return DataError(
+            f"{self._index.path}: contradicts itself; "
+            f"run `pretrain-data pack {self.folder} --seq-len {self.seq_len} --packing {self.packing}`"
+        )
+
+
+def open_rows(
+    folder: str | Path,
+    split: str,
+    seq_len: int,
+    packing: Packing | None = None,
+    *,
+    mask_documents: bool = True,
+    max_open: int | None = None,
+) -> Rows:
+    """The rows of a split. Without `packing`, best_fit where it was packed, else concat.
+
+    `max_open` bounds the shards held open, by default at a quarter of the file descriptors this process may have.
+    """
+    manifest = Manifest.read(folder)
+    if split not in manifest.splits:
+        raise DataError(f"{folder} has no split {split!r}; it has {', '.join(manifest.splits) or 'none'}")
+    found = packings(folder, split)
+    if packing is None:
+        packing = "concat" if (seq_len, "best_fit") not in found and (seq_len, "concat") in found else "best_fit"
+    if (seq_len, packing) not in found:
+        have = ", ".join(f"{length} ({kind})" for length, kind in found) or "none"
+        raise DataError(
+            f"{folder} has no rows of seq_len={seq_len} with packing={packing!r} for split {split!r}; it has {have}; "
+            f"run `pretrain-data pack {folder} --seq-len {seq_len} --packing {packing}`"
+        )
+    index = RowIndex(index_path(folder, split, seq_len, packing))
+    if index.info.shards_hash != shards_hash(manifest.shards(split)) or index.info.seq_len != seq_len:
+        raise DataError(
+            f"{index.path}: was made for other shards; "
+            f"run `pretrain-data pack {folder} --seq-len {seq_len} --packing {packing}`"
+        )
+    if max_open is None:
+        max_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+    return Rows(folder, split, manifest, index, mask_documents=mask_documents, max_open=max_open)
+
+
+def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """first[0], first[0] + 1, ... (counts[0] numbers), first[1], ..."""
+    return np.arange(int(counts.sum())) + np.repeat(first - np.cumsum(counts) + counts, counts)
+
+
+def _pad(pieces: _Pieces, padding: np.ndarray) -> _Pieces:
+    """Padding as one more piece at the end of its row; what it reads there is overwritten."""
+    padded = np.flatnonzero(padding)
+    if not len(padded):
+        return pieces
+    counts, shard, start, size, closes = pieces
+    at = np.cumsum(counts)[padded]
+    return _Pieces(
+        counts + (padding > 0),
+        np.insert(shard, at, shard[at - 1]),
+        np.insert(start, at, 0),
+        np.insert(size, at, padding[padded]),
+        None if closes is None else np.insert(closes, at, False),
+    )
