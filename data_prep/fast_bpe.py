@@ -1,0 +1,182 @@
+"""tiktoken as the engine of a byte-level BPE tokenizer.json, where it gives exactly the same ids.
+
+`accelerate` is the whole interface. tiktoken merges by rank, knows one regular expression and no normaliser; a
+pipeline that asks for more keeps the `tokenizers` library. What can be expressed is still compared, id by id, on a
+fixed nasty sample, on every token of the vocabulary and on the caller's own texts before it is used.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from data_prep import tokenizer as tk
+
+_QWEN2_PATTERN = tk.LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+_O200K_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+)
+# Each covers every text without a gap (tiktoken drops what a pattern skips, the library keeps it), and in each a
+# blank between letters begins a new piece. A pattern not listed here stays with the library.
+KNOWN_PATTERNS = frozenset(
+    [
+        tk.GPT2_PATTERN,
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        tk.LLAMA3_PATTERN,
+        _QWEN2_PATTERN,
+        _O200K_WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        _O200K_WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+
+
+def accelerate(tokenizer: tk.Tokenizer, texts: Iterable[str] = ()) -> str:
+    """Switches a Hugging Face tokenizer to tiktoken if that is exact. Returns a line for the log: which, and why."""
+    if tokenizer.kind != "huggingface":
+        return f"encoding with {tokenizer.engine}"
+    assert tokenizer.spec is not None
+    reason = why_not(tokenizer.spec)
+    if reason is None:
+        fast = use_tiktoken(tokenizer)
+        reason = _difference(tokenizer, fast, [*nasty_sample(), *_vocabulary_texts(tokenizer), *texts])
+        if reason is None:
+            tokenizer.encode_ordinary, tokenizer.engine = fast, "tiktoken"
+            return "encoding with tiktoken: same ids as `tokenizers` on all samples"
+    return f"encoding with `tokenizers` (slower than tiktoken), because {reason}"
+
+
+def use_tiktoken(tokenizer: tk.Tokenizer) -> Any:
+    """The encoding function through tiktoken, unchecked; for workers whose parent has checked."""
+    import tiktoken
+
+    spec = tokenizer.spec
+    assert spec is not None
+    assert why_not(spec) is None
+    vocabulary, merges = spec["model"]["vocab"], _merges(spec)
+    matched = [token for token in spec["added_tokens"] if not token["special"]]
+    # tiktoken's ranks are both merge order and id; here the rank is the order, and `ids` has the ids.
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ids = [vocabulary[_CHAR_OF_BYTE[byte]] for byte in range(256)]
+    for left, right in merges:
+        ranks[_bytes_of(left + right)] = len(ids)
+        ids.append(vocabulary[left + right])
+    extra = {token["content"]: len(ids) + i for i, token in enumerate(matched)}
+    ids += [token["id"] for token in matched]
+    pattern = tk.pattern_of(spec)
+    assert pattern is not None
+    encoding = tiktoken.Encoding(
+        "tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=extra or {"\0\0\0": len(ids)}
+    )
+    id_of_rank = np.array(ids, np.uint32)
+    same = bool((id_of_rank == np.arange(len(ids))).all())
+    matched_set = set(extra)
+    slow = tokenizer.encode_ordinary
+    long_blank = re.compile(rf"\s{{{tk.LONGEST_BLANK}}}")
+
+    def encode(text: str) -> np.ndarray:
+        if len(text) > tk.LONGEST_BLANK and long_blank.search(text):
+            return slow(text)  # tiktoken's regex engine overflows its stack on a million blanks
+        found = encoding.encode_to_numpy(text, allowed_special=matched_set, disallowed_special=())
+        return found if same else id_of_rank[found]
+
+    return tk.in_chunks(encode, tk.cut_of(spec))
+
+
+def why_not(spec: dict[str, Any]) -> str | None:
+    """What in a tokenizer.json tiktoken cannot express; None if nothing."""
+    model = spec["model"]
+    if model["type"] != "BPE":
+        return f"its model is {model['type']}, not BPE"
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            return f"its model has {key}={model[key]!r}"
+    if spec["normalizer"] is not None:
+        return f"it has a normalizer ({spec['normalizer']['type']})"
+    pattern = tk.pattern_of(spec)
+    if pattern is None:
+        return "its pre_tokenizer is not one regular expression before ByteLevel"
+    if pattern not in KNOWN_PATTERNS:
+        return f"its pattern is none of those known to be exact: {pattern}"
+    vocabulary = model["vocab"]
+    missing = [char for char in _CHAR_OF_BYTE if char not in vocabulary]
+    if missing:
+        return f"its vocabulary lacks {len(missing)} of the 256 bytes"
+    merged = [left + right for left, right in _merges(spec)]
+    if len(set(merged)) != len(merged):
+        return "two of its merges make the same token"
+    added = spec["added_tokens"]
+    if model.get("ignore_merges"):
+        unmerged = set(vocabulary) - set(merged) - set(_CHAR_OF_BYTE) - {token["content"] for token in added}
+        if unmerged:
+            return f"{len(unmerged)} of its tokens are reached without merges"
+    matched = [token["content"] for token in added if not token["special"]]
+    if any(token[flag] for token in added if not token["special"] for flag in ("lstrip", "rstrip", "single_word")):
+        return "an added token takes blanks or word ends with it"
+    if any(one != other and other.startswith(one) for one in matched for other in matched):
+        return "one of its added tokens begins another"
+    return None
+
+
+def nasty_sample() -> list[str]:
+    """Texts where tokenizers differ: blanks, line ends, contractions, digits, marks, and every assigned code point
+    outside the large ideograph and Hangul blocks (of those, each 50th) between a letter and a digit."""
+    texts = [
+        "",
+        " ",
+        "  two  blanks   three\t\ttabs \n newline\n\nparagraph \r\n crlf\r\rcr  ",
+        "I'll don't WE'VE it'S 'tis ''s '\u017f \u2019s can't've y'all'd",
+        "0 12 123 1234 12345 1,234.56 0x1F \u0661\u0662\u0663\u0664 \u00b2\u00b3\u00bd\u216b 3rd",
+        "def f(x):\n\tif x != 0:\n        return x**2  # comment\n\n\n\nclass A: pass\n",
+        "\ufffd \ufeffbom \u2028line\u2029para\u0085nel \u00a0nbsp \u200bzero\u200djoin \u3000wide",
+        "<|endoftext|> </s> <s> [INST] <|begin_of_text|> <unk> <pad> <|eot_id|>",
+        "e\u0301 \u0e01\u0e33 \u0915\u094d\u0937\u093f \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea",
+        "\u4e2d\u6587\u3002\u4f60\u597d\uff0c\u4e16\u754c\uff01 \u65e5\u672c\u8a9e\u30c6\u30ad\u30b9\u30c8",
+        "a" * 3000 + "!" * 3000 + " " * 3000 + "\n" * 300 + "x",
+        "http://example.com/?q=a%20b&c=d#e foo_bar-baz@qux.org $5.00 (50%) [1]... --- *** ===\n//\n",
+    ]
+    chars = [
+        chr(code)
+        for code in range(sys.maxunicode + 1)
+        if not 0xD800 <= code < 0xE000
+        and (code % 50 == 0 or not (0x3400 <= code < 0xA000 or 0xAC00 <= code < 0xD7A4 or code >= 0x20000))
+        and unicodedata.category(chr(code)) not in ("Cn", "Co")
+    ]
+    return texts + ["".join(f"a{char}1" for char in chars[i : i + 1000]) for i in range(0, len(chars), 1000)]
+
+
+def _vocabulary_texts(tokenizer: tk.Tokenizer) -> list[str]:
+    assert tokenizer.spec is not None
+    tokens = [_bytes_of(token) for token in tokenizer.spec["model"]["vocab"] if _is_bytes(token)]
+    texts = [token.decode(errors="ignore") for token in tokens]
+    return texts + [" ".join(texts[i : i + 1000]) for i in range(0, len(texts), 1000)]
+
+
+def _difference(tokenizer: tk.Tokenizer, fast: Any, texts: Iterable[str]) -> str | None:
+    for text in texts:
+        slow_ids, fast_ids = tokenizer.encode_ordinary(text), fast(text)
+        if not np.array_equal(slow_ids, fast_ids):
+            shown = text if len(text) < 80 else text[:80] + "..."
+            return f"tiktoken gives other ids for {shown!r}"
+    return None
+
+
+def _merges(spec: dict[str, Any]) -> list[tuple[str, str]]:
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in spec["model"]["merges"])
+    return [(left, right) for left, right in pairs]
+
+
+def _is_bytes(token: str) -> bool:
+    return all(char in tk.BYTE_OF_CHAR for char in token)
+
+
+def _bytes_of(token: str) -> bytes:
+    return bytes(tk.BYTE_OF_CHAR[char] for char in token)
+
+
+_CHAR_OF_BYTE = sorted(tk.BYTE_OF_CHAR, key=lambda char: tk.BYTE_OF_CHAR[char])

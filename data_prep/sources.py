@@ -1,0 +1,422 @@
+"""What the user points at -> documents, each with its place: files, folders, globs, fsspec addresses, hub datasets.
+
+`find` lists the files, `split` cuts them into pieces that depend on the input alone (never on the number of
+workers), `read` yields the documents of a piece. `build` and `tokenizer_train` are the users; bytes and
+compression live in `streams`. This is the only file that imports `datasets`.
+
+One rule for what is no text, the same for each tokenizer: NUL and lone surrogates become U+FFFD; a byte order
+mark at a file's start is dropped; everything else (CRLF, U+2028, ...) stays as it is. Invalid UTF-8 is a bad row.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import io
+import itertools
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+from data_prep import streams
+from data_prep.errors import DataError
+
+TEXT_SUFFIXES = frozenset(
+    ".txt .text .md .markdown .rst .tex .html .htm .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .m"  # noqa: SIM905
+    " .java .kt .scala .js .mjs .jsx .ts .tsx .go .rs .rb .php .pl .lua .jl .r .hs .ml .swift .sh .bash .sql"
+    " .css .toml .yaml .yml .ini .cfg .lean .v .f90".split()
+)
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+_TEMPORARY = (".tmp", ".temp", ".part", ".partial", ".crdownload", ".swp", ".bak", "~")
+_BOM = b"\xef\xbb\xbf"
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
+_COMPRESSED_WEIGHT = 4  # a compressed byte counts as this many when files are grouped
+_HUB_WEIGHT = 1 << 28  # of a shard, whose size is not known beforehand
+_READ_CHARS = 1 << 20
+
+
+class File(NamedTuple):
+    path: str  # as given or found: what the manifest shows
+    format: str  # text | jsonl | json | parquet | hub
+    size: int  # bytes on disk; 0 where unknown (hub)
+
+
+class Piece(NamedTuple):
+    """One file, or a fixed part of it: what one manifest entry of `sources` stands for."""
+
+    path: str
+    format: str
+    start: int  # jsonl: first byte; parquet: first row group; hub: shard number
+    end: int  # jsonl: one past the last byte; parquet: last row group + 1; hub: number of shards; -1: the whole file
+    first_line: int  # number of its first line or row in the file; 0: known only after the pieces before were read
+    weight: int  # about how many bytes of text it holds
+
+
+class Document(NamedTuple):
+    text: str
+    line: int  # 1-based line or row, counted from the start of the piece
+    num_bytes: int  # of the text in UTF-8
+
+
+class BadRow(NamedTuple):
+    reason: str  # one of a small set, for counting
+    line: int
+    detail: str
+
+
+class End(NamedTuple):
+    lines: int  # how many lines or rows the piece had: where the file's next piece goes on counting
+
+
+Row = Document | BadRow | End
+
+
+# ---- finding files
+
+
+def find(inputs: Sequence[str], *, exclude: Sequence[str] = ()) -> tuple[list[File], list[str]]:
+    """All files of the inputs in a fixed order (as given; sorted by path inside a folder or glob), each once.
+
+    `exclude` holds globs over the path below the folder given, `*` matching `/` too. Also returns notes for the
+    user about what was left out. Raises DataError for an input that names nothing readable.
+    """
+    files: dict[str, File] = {}
+    notes = []
+    for given in inputs:
+        left_out: Counter[str] = Counter()
+        if given.startswith("hub:"):
+            found = [File(given, "hub", 0)]
+        elif not given:
+            raise DataError("an input is the empty string; give a file, folder, glob, address or hub:name")
+        else:
+            found = list(_find_paths(given, exclude, left_out))
+        said = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()))
+        if not found:
+            raise DataError(
+                f"{given}: no file with text (known are {' '.join(FORMATS)}, text and source files, and"
+                f" {' '.join(streams.COMPRESSIONS)} of them)" + (f"; left out: {said}" if said else "")
+            )
+        again = sum(file.path in files for file in found)
+        files.update((file.path, file) for file in found if file.path not in files)
+        if said:
+            notes.append(f"{given}: left out {said}")
+        if again:
+            notes.append(f"{given}: {again} files already came with an earlier input and are taken once")
+    return list(files.values()), notes
+
+
+def _find_paths(given: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
+    if streams.is_remote(given):
+        yield from _find_remote(given, exclude, left_out)
+    elif os.path.isfile(given):
+        yield File(given, _format_of(given) or "text", os.path.getsize(given))
+    elif os.path.isdir(given):
+        yield from _find_below(given, exclude, left_out)
+    elif glob.has_magic(given):
+        # With recursive=True "**" descends; hidden files are matched only where the pattern names the dot.
+        for path in sorted(glob.glob(given, recursive=True)):
+            if os.path.isdir(path):
+                continue  # a folder that happens to match (G04: "b.jsonl/"); "**" names the files below it itself
+            if reason := _left_out(os.path.basename(path), path, exclude):
+                left_out[reason] += 1
+            else:
+                yield File(path, _format_of(path) or "text", os.path.getsize(path))
+    else:
+        raise DataError(f"{given}: no such file or folder")
+
+
+def _find_below(folder: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
+    below = []
+    for root, _, names in os.walk(folder):
+        for name in names:
+            below.append(os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/"))
+    for relative in sorted(below):
+        if reason := _left_out(relative, relative, exclude):
+            left_out[reason] += 1
+            continue
+        path = os.path.join(folder, relative)
+        if os.path.isfile(path):  # not a socket, nor a link to nowhere
+            yield File(path, _format_of(path) or "text", os.path.getsize(path))
+        else:
+            left_out["that are no plain files"] += 1
+
+
+def _find_remote(given: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
+    fs, name = streams.filesystem(given)
+    try:
+        if glob.has_magic(name):
+            details = {k: v for k, v in fs.glob(name, detail=True).items() if v["type"] == "file"}
+            root = ""
+        else:
+            details = fs.find(name, detail=True)
+            root = "" if name in details else name.rstrip("/") + "/"
+    except (OSError, ValueError) as error:
+        raise DataError(f"{given}: cannot be listed: {error}") from error
+    if not details:
+        raise DataError(f"{given}: no such file or folder")
+    for path in sorted(details):
+        relative = path.removeprefix(root) if root else path.rsplit("/", 1)[-1]
+        alone = len(details) == 1 and not root
+        if not alone and (reason := _left_out(relative, path.removeprefix(root), exclude)):
+            left_out[reason] += 1
+            continue
+        yield File(fs.unstrip_protocol(path), _format_of(path) or "text", int(details[path]["size"] or 0))
+
+
+def _left_out(relative: str, full: str, exclude: Sequence[str]) -> str | None:
+    parts = relative.split("/")
+    if any(fnmatch.fnmatchcase(full, pattern) for pattern in exclude):
+        return "excluded"
+    if any(part.startswith(".") for part in parts):
+        return "hidden"
+    if "__pycache__" in parts or parts[-1].endswith(_TEMPORARY):
+        return "temporary"
+    if _format_of(parts[-1]) is None:
+        return "of other kinds"
+    return None
+
+
+def _format_of(path: str) -> str | None:
+    stem, suffix = os.path.splitext(path.lower())
+    compressed = suffix in streams.COMPRESSIONS
+    if compressed:
+        suffix = os.path.splitext(stem)[1]
+    if suffix == ".parquet" and compressed:
+        return None  # parquet compresses inside; its reader has to seek
+    return FORMATS.get(suffix) or ("text" if suffix in TEXT_SUFFIXES else None)
+
+
+# ---- cutting into pieces
+
+
+def split(files: Iterable[File], piece_bytes: int) -> list[Piece]:
+    """Pieces of about `piece_bytes` where a file can be cut (plain jsonl at lines, parquet at row groups, a hub
+    dataset at its shards), else one piece a file. A function of the files and `piece_bytes` alone."""
+    pieces: list[Piece] = []
+    for path, kind, size in files:
+        compressed = path.lower().endswith(streams.COMPRESSIONS)
+        if kind == "parquet":
+            pieces += _parquet_pieces(path, piece_bytes)
+        elif kind == "hub":
+            count = max(1, _hub_dataset(path).num_shards)
+            pieces += [Piece(path, kind, i, count, 0 if i else 1, _HUB_WEIGHT) for i in range(count)]
+        elif kind == "jsonl" and not compressed and size > piece_bytes:
+            cuts = [*range(0, size - piece_bytes // 2, piece_bytes), size]
+            for start, end in itertools.pairwise(cuts):
+                pieces.append(Piece(path, kind, start, end, 0 if start else 1, end - start))
+        else:
+            pieces.append(Piece(path, kind, 0, -1, 1, size * (_COMPRESSED_WEIGHT if compressed else 1)))
+    return pieces
+
+
+def _parquet_pieces(path: str, piece_bytes: int) -> Iterator[Piece]:
+    with streams.open_plain(path) as stream:
+        metadata = _parquet_file(stream, path).metadata
+    start = first_line = rows = weight = 0
+    for group in range(metadata.num_row_groups):
+        rows += metadata.row_group(group).num_rows
+        weight += metadata.row_group(group).total_byte_size
+        if weight >= piece_bytes or group == metadata.num_row_groups - 1:
+            yield Piece(path, "parquet", start, group + 1, first_line + 1, weight)
+            start, first_line, weight = group + 1, rows, 0
+
+
+# ---- reading documents
+
+
+def read(piece: Piece, text_key: str = "text") -> Iterator[Row]:
+    """Documents of a piece in order, a BadRow for each row that is none, and for jsonl and hub an End.
+
+    An empty text is a BadRow of reason "empty". Damage that ends a file early (a truncated .gz) is a BadRow
+    of reason "damaged file" and the last of its file. A file that cannot be opened raises DataError.
+    """
+    if piece.format == "hub":
+        number = 0
+        for number, row in enumerate(_hub_rows(piece), 1):
+            yield _row(row, number, text_key)
+        yield End(number)
+        return
+    with streams.open_plain(piece.path) if piece.format == "parquet" else streams.open_bytes(piece.path) as stream:
+        try:
+            if piece.format == "text":
+                yield from _read_text(stream)
+            elif piece.format == "jsonl":
+                end = None if piece.end < 0 else piece.end
+                yield from _read_lines(streams.lines(stream, piece.start, end), text_key)
+            elif piece.format == "json":
+                yield from _read_json(stream, text_key)
+            else:
+                rows = _parquet_rows(stream, piece, text_key)
+                yield from (_document(text, number, text_key) for number, text in enumerate(rows, 1))
+        except DataError as error:
+            if piece.format == "parquet":
+                raise
+            yield BadRow("damaged file", 0, str(error))
+
+
+def clean(text: str) -> tuple[str, int]:
+    """The text with NUL and lone surrogates replaced by U+FFFD, and its length in UTF-8 bytes."""
+    if "\0" in text:
+        text = _NOT_TEXT.sub("\ufffd", text)
+    if text.isascii():
+        return text, len(text)
+    try:
+        return text, len(text.encode())
+    except UnicodeEncodeError:
+        text = _NOT_TEXT.sub("\ufffd", text)
+        return text, len(text.encode())
+
+
+def _document(text: Any, line: int, text_key: str) -> Document | BadRow:
+    if not isinstance(text, str):
+        return BadRow("text is no string", line, f"{text_key!r} is {'null' if text is None else type(text).__name__}")
+    text, num_bytes = clean(text)
+    return Document(text, line, num_bytes) if text else BadRow("empty", line, "the text is empty")
+
+
+def _read_text(stream: BinaryIO) -> Iterator[Document | BadRow]:
+    try:
+        yield _document(stream.read().removeprefix(_BOM).decode(), 1, "")
+    except UnicodeDecodeError as error:
+        yield BadRow("invalid UTF-8", 1, str(error))
+
+
+def _read_lines(lines: Iterable[bytes], text_key: str) -> Iterator[Row]:
+    number = 0
+    for number, line in enumerate(lines, 1):
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        if not line.isspace():
+            yield _parse_row(line, number, text_key)
+    yield End(number)
+
+
+def _parse_row(line: bytes, number: int, text_key: str) -> Document | BadRow:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return BadRow("invalid UTF-8", number, str(error))
+    except (ValueError, RecursionError) as error:
+        return BadRow("invalid JSON", number, str(error))
+    return _row(row, number, text_key)
+
+
+def _row(row: Any, number: int, text_key: str) -> Document | BadRow:
+    if not isinstance(row, dict):
+        return BadRow("no JSON object", number, f"the row is a {type(row).__name__}")
+    if text_key not in row:
+        keys = ", ".join(map(repr, list(row)[:8])) or "none"
+        return BadRow("no text key", number, f"no key {text_key!r}; its keys: {keys}; see --text-key")
+    return _document(row[text_key], number, text_key)
+
+
+def _read_json(stream: BinaryIO, text_key: str) -> Iterator[Document | BadRow]:
+    """A .json file: an array of objects (read item by item), objects one a line, or a single object."""
+    first = stream.readline().removeprefix(_BOM)
+    before = 0
+    while first and first.isspace():
+        first = stream.readline()
+        before += 1
+    if first.lstrip().startswith(b"["):
+        yield from _read_array(first, stream, before, text_key)
+        return
+    try:
+        json.loads(first.decode())
+        one_a_line = True
+    except ValueError:
+        one_a_line = False
+    if one_a_line:
+        yield _parse_row(first, before + 1, text_key)
+        for item in _read_lines(streams.lines(stream), text_key):
+            if not isinstance(item, End):
+                yield item._replace(line=item.line + before + 1)
+    elif first:
+        yield _parse_row(first + stream.read(), before + 1, text_key)
+
+
+def _read_array(first: bytes, stream: BinaryIO, before: int, text_key: str) -> Iterator[Document | BadRow]:
+    decoder = json.JSONDecoder()
+    rest = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+    line = before + 1
+    try:
+        buffer, at, more = first.decode().lstrip()[1:], 0, True
+        while True:
+            skipped = re.compile(r"[\s,]*").match(buffer, at)
+            assert skipped is not None
+            line += skipped.group().count("\n")
+            at = skipped.end()
+            try:
+                if at == len(buffer):
+                    raise ValueError("the array does not end")
+                if buffer[at] == "]":
+                    return
+                row, end = decoder.raw_decode(buffer, at)
+            except (ValueError, RecursionError) as error:
+                if not more:
+                    yield BadRow("invalid JSON", line, f"{error}; the rest of the file is lost")
+                    return
+                added = rest.read(max(_READ_CHARS, len(buffer) - at))  # doubling: a long row is parsed few times
+                buffer, at, more = buffer[at:] + added, 0, bool(added)
+                continue
+            yield _row(row, line, text_key)
+            line += buffer.count("\n", at, end)
+            at = end
+    except UnicodeDecodeError as error:
+        yield BadRow("invalid UTF-8", line, f"{error}; the rest of the file is lost")
+    finally:
+        rest.detach()
+
+
+def _parquet_file(stream: BinaryIO, path: str) -> Any:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return parquet.ParquetFile(stream)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: no readable parquet file: {error}") from error
+
+
+def _parquet_rows(stream: BinaryIO, piece: Piece, text_key: str) -> Iterator[Any]:
+    import pyarrow
+
+    table = _parquet_file(stream, piece.path)
+    if text_key not in table.schema_arrow.names:
+        raise DataError(
+            f"{piece.path}: no column {text_key!r}; its columns: {', '.join(table.schema_arrow.names)}; see --text-key"
+        )
+    groups = range(piece.start, piece.end)
+    try:
+        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=[text_key], use_threads=False):
+            yield from batch.column(0).to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{piece.path}: damaged parquet file: {error}") from error
+
+
+def _hub_dataset(address: str) -> Any:
+    """The streaming dataset of `hub:name[:config][:split]`; the split defaults to train.
+
+    One part after the name is a split if it is called like one, else a config.
+    """
+    import datasets
+
+    name, _, rest = address.removeprefix("hub:").partition(":")
+    config, _, split_name = rest.partition(":")
+    if config in ("train", "validation", "test") and not split_name:
+        config, split_name = "", config
+    try:
+        return datasets.load_dataset(name, config or None, split=split_name or "train", streaming=True)
+    except Exception as error:  # datasets raises many kinds of its own, urllib's and fsspec's
+        raise DataError(f"{address}: cannot be loaded by `datasets`: {type(error).__name__}: {error}") from error
+
+
+def _hub_rows(piece: Piece) -> Iterator[Any]:
+    dataset = _hub_dataset(piece.path)
+    if dataset.num_shards != piece.end and piece.end > 1:
+        raise DataError(f"{piece.path}: has {dataset.num_shards} shards now, had {piece.end} when the build began")
+    if piece.end > 1:
+        dataset = dataset.shard(num_shards=piece.end, index=piece.start)
+    return iter(dataset)

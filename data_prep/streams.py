@@ -1,0 +1,131 @@
+"""Bytes of one input file: local or through fsspec, plain or .gz / .zst / .xz, and its lines.
+
+`sources` stands on this file and is its only user. Nothing here knows documents.
+A compressed file may hold several members (gzip, xz) or frames (zstd); one that ends inside a member
+raises DataError, where several readers of the trade would hand out a shorter file.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+import zstandard
+
+from data_prep.errors import DataError
+
+COMPRESSIONS = (".gz", ".zst", ".xz")
+_FEED_BYTES = 1 << 14  # compressed bytes fed at a time: bounds what a decompressor may hand back at once
+_BUFFER_BYTES = 1 << 20
+
+
+def is_remote(path: str) -> bool:
+    """True for `s3://bucket/key` and the like, which go through fsspec."""
+    return "://" in path
+
+
+def filesystem(path: str) -> tuple[Any, str]:
+    """The fsspec file system of a remote address, and the address as that file system writes it."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{path}: cannot be reached through fsspec: {error}") from error
+
+
+def open_plain(path: str) -> BinaryIO:
+    """The file's own bytes, buffered and seekable."""
+    try:
+        if is_remote(path):
+            fs, name = filesystem(path)
+            return fs.open(name, "rb")
+        return open(path, "rb", buffering=_BUFFER_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be opened: {error.strerror or error}") from error
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """The file's content, decompressed by the last suffix of its name."""
+    suffix = os.path.splitext(path)[1].lower()
+    plain = open_plain(path)
+    if suffix not in COMPRESSIONS:
+        return plain
+    return io.BufferedReader(_Members(plain, path, suffix), _BUFFER_BYTES)
+
+
+def lines(stream: BinaryIO, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """Lines with their b"\\n"; only that byte ends a line (so U+2028 and a lone CR do not).
+
+    With a range, the lines whose first byte lies in [start, end): ranges that partition a file share
+    out its lines without loss or repetition, whatever a range holds.
+    """
+    position = start
+    if start:
+        stream.seek(start - 1)
+        position += len(stream.readline()) - 1  # the line that began before us belongs to the range before
+    while end is None or position < end:
+        line = stream.readline()
+        if not line:
+            return
+        position += len(line)
+        yield line
+
+
+class _Members(io.RawIOBase):
+    """Decompressed bytes of all members of a file, one after the other."""
+
+    def __init__(self, compressed: BinaryIO, path: str, suffix: str):
+        self._compressed, self._path = compressed, path
+        self._new = _decompressor_of(suffix)
+        self._member: Any = None  # the decompressor in the middle of its member
+        self._waiting = b""  # compressed bytes that were read but not yet fed
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._compressed.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            fed = self._waiting or self._compressed.read(_FEED_BYTES)
+            self._waiting = b""
+            if not fed:
+                if self._member is not None:
+                    raise DataError(f"{self._path}: truncated: the compressed data ends inside a member")
+                return 0
+            self._ready = memoryview(self._decompress(fed))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompress(self, fed: bytes) -> bytes:
+        if self._member is None:
+            fed = fed.lstrip(b"\0")  # padding between members is allowed by gzip and xz, and harmless
+            if not fed:
+                return b""
+            self._member = self._new()
+        try:
+            out = self._member.decompress(fed)
+        except (zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+            raise DataError(f"{self._path}: corrupt compressed data: {error}") from error
+        if self._member.eof:
+            self._waiting = self._member.unused_data
+            self._member = None
+        return out
+
+
+def _decompressor_of(suffix: str) -> Callable[[], Any]:
+    if suffix == ".gz":
+        return lambda: zlib.decompressobj(wbits=31)
+    if suffix == ".xz":
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)
+    return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()

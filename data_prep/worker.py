@@ -1,0 +1,268 @@
+"""What one worker process of a build does: tokenise a unit, or make the shards of a group out of its units.
+
+`build` runs these functions in its pool. A worker ends when its parent does, so that no orphan writes on.
+Temporary files carry the process id; results are renamed into place, so two workers never meet in one file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import fast_bpe, plan, sources, streams
+from data_prep.blockfile import whole_file
+from data_prep.errors import DataError
+from data_prep.shard import Shard, ShardWriter
+from data_prep.tokenizer import load_tokenizer
+
+_FLUSH_TOKENS = 1 << 18
+_COPY_TOKENS = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What every worker of a build knows, and where its results lie."""
+
+    folder: Path
+    plan: plan.Plan
+    engine: str  # the library that encodes, proven by the parent
+    before: list[Any]  # ids before each document's text: [] or [BOS]
+    after: list[Any]  # [] or [EOS]
+
+    def unit_report(self, unit: int) -> Path:
+        return self.folder / "build" / "units" / f"{unit:05}.json"
+
+    def group_report(self, group: int) -> Path:
+        return self.folder / "build" / "groups" / f"{group:05}.json"
+
+    def part(self, unit: int, split: str) -> Path:
+        return self.folder / "build" / "units" / f"{unit:05}.{split}.tok"
+
+    def unit_done(self, unit: int) -> bool:
+        return self.unit_report(unit).exists()
+
+    def group_done(self, group: int) -> bool:
+        return self.group_report(group).exists()
+
+
+class Worker:
+    def __init__(self, job: Job):
+        self.job = job
+        self.tokenizer = load_tokenizer(job.folder / "tokenizer")
+        if self.tokenizer.hash != job.plan.tokenizer.hash:
+            raise DataError(f"{job.folder / 'tokenizer'}: its files changed since the build began")
+        self.encode = self.tokenizer.encode_ordinary
+        if job.engine != self.tokenizer.engine:
+            self.encode = fast_bpe.use_tiktoken(self.tokenizer)
+        self.scratch = job.folder / "build" / f"scratch-{os.getpid()}"
+        for folder in (self.scratch, job.unit_report(0).parent, job.group_report(0).parent, job.folder / "shards"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def writer(self, name: str) -> ShardWriter:
+        info = self.job.plan.tokenizer
+        return ShardWriter(
+            self.scratch / name,
+            vocab_size=info.vocab_size,
+            tokenizer_hash=info.hash,
+            bos_id=self.job.before[0] if self.job.before else None,
+            eos_id=self.job.after[0] if self.job.after else None,
+        )
+
+
+_worker: Worker | None = None  # of this process, set once by the pool's initializer
+
+
+def start(job: Job) -> None:
+    """Initializer of a pool's process."""
+    global _worker
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    _worker = Worker(job)
+
+
+def tokenise_unit(unit: int, using: Worker | None = None) -> int:
+    """Reads the unit's pieces, writes its part of each split and, last, its report. Returns the tokens."""
+    me = using or _worker
+    assert me is not None
+    job = me.job
+    splits = {split: _Part(me, f"{unit:05}.{split}.tok") for split in ("train", "val")}
+    bar = round(job.plan.settings.val_fraction * 2**32)
+    counts, skipped = [], _Skipped()
+    try:
+        for piece in job.plan.units[unit]:
+            counts.append((piece, _tokenise_piece(me, piece, splits, bar, skipped)))
+        for split, part in splits.items():
+            part.finish(job.part(unit, split))
+    finally:
+        for part in splits.values():
+            part.writer.abort()
+    report = {"pieces": counts, "skipped": skipped.by_reason}
+    _write_report(me, job.unit_report(unit), report)
+    return sum(part.writer.tokens for part in splits.values())
+
+
+def _tokenise_piece(
+    me: Worker, number: int, splits: dict[str, _Part], bar: int, skipped: _Skipped
+) -> tuple[int, int, int, int]:
+    """Documents, tokens, bytes and lines of one piece."""
+    settings, piece = me.job.plan.settings, me.job.plan.pieces[number]
+    train, val = splits["train"], splits["val"]
+    encode, around = me.encode, len(me.job.before) + len(me.job.after)
+    documents = tokens = num_bytes = lines = 0
+    for row in sources.read(piece, settings.text_key):
+        if isinstance(row, sources.Document):
+            try:
+                ids = encode(row.text)
+            except BaseException as error:  # tiktoken's Rust panics are no Exception
+                if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                    raise
+                raise DataError(f"{_place(piece, row.line)}: the tokenizer failed: {error}") from error
+            if len(ids):
+                # By the text itself: independent of place and order, and equal texts never part over the splits.
+                part = val if bar and zlib.crc32(row.text.encode()) < bar else train
+                part.add(ids, number, row.line, row.num_bytes)
+                documents += 1
+                tokens += len(ids) + around
+                num_bytes += row.num_bytes
+                continue
+            row = sources.BadRow("no tokens", row.line, "the tokenizer makes nothing of the text")
+        if isinstance(row, sources.End):
+            lines = row.lines
+        elif row.reason not in ("empty", "no tokens") and settings.on_bad_row == "fail":
+            place = piece.path if row.reason == "damaged file" else _place(piece, row.line)
+            raise DataError(f"{place}: {row.reason}: {row.detail}; --on-bad-row skip leaves such rows out, counted")
+        else:
+            skipped.add(row.reason, number, row.line)
+    return documents, tokens, num_bytes, lines
+
+
+def compose_group(group: int, using: Worker | None = None) -> int:
+    """The group's shard of each split from its units' parts, checked on the way; then the parts are removed."""
+    me = using or _worker
+    assert me is not None
+    job = me.job
+    units = job.plan.groups[group]
+    pieces, skipped, splits = [], _Skipped(), {}
+    for unit in units:
+        report = json.loads(job.unit_report(unit).read_bytes())
+        pieces += report["pieces"]
+        for reason, (count, piece, line) in report["skipped"].items():
+            skipped.add(reason, piece, line, count)
+    for split in ("train", "val"):
+        name = f"{split}-{group:05}.tok"
+        parts = [job.part(unit, split) for unit in units if job.part(unit, split).exists()]
+        if parts:
+            with me.writer(name) as writer:
+                for part in parts:
+                    _copy(Shard(part), writer)
+                info = writer.finish()
+            os.replace(me.scratch / name, job.folder / "shards" / name)
+            splits[split] = dataclasses.asdict(info)
+    _sync(job.folder / "shards")
+    report = {"splits": splits, "pieces": pieces, "skipped": skipped.by_reason}
+    _write_report(me, job.group_report(group), report)
+    for unit in units:
+        for path in (job.part(unit, "train"), job.part(unit, "val")):
+            path.unlink(missing_ok=True)
+    return 0
+
+
+def _copy(part: Shard, writer: ShardWriter) -> None:
+    part.verify()
+    ends = part.document_ends
+    lengths = np.diff(ends, prepend=np.uint64(0))
+    first = 0
+    while first < len(ends):
+        base = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, base + _COPY_TOKENS, side="right")))
+        chosen = slice(first, last)
+        writer.add_documents(
+            part.tokens[base : int(ends[last - 1])],
+            lengths[chosen],
+            sources=part.sources[chosen],
+            lines=part.lines[chosen],
+            num_bytes=part.num_bytes[chosen],
+        )
+        first = last
+
+
+class _Part:
+    """The documents of a unit that go to one split, handed to the writer some 100,000 tokens at a time."""
+
+    def __init__(self, me: Worker, name: str):
+        self.writer = me.writer(name)
+        self._path = me.scratch / name
+        self._before = np.array(me.job.before, np.uint32)
+        self._after = np.array(me.job.after, np.uint32)
+        self._around = len(self._before) + len(self._after)
+        self._tokens: list[np.ndarray] = []
+        self._documents: list[tuple[int, int, int, int]] = []
+        self._held = 0
+
+    def add(self, ids: np.ndarray, source: int, line: int, num_bytes: int) -> None:
+        self._tokens += (self._before, ids, self._after)
+        self._documents.append((len(ids) + self._around, source, line, num_bytes))
+        self._held += len(ids)
+        if self._held >= _FLUSH_TOKENS:
+            self._flush()
+
+    def finish(self, path: Path) -> None:
+        """Puts the part in its place, or nothing if it has no document."""
+        self._flush()
+        if self.writer.documents:
+            self.writer.finish()
+            os.replace(self._path, path)
+
+    def _flush(self) -> None:
+        if self._documents:
+            lengths, sources_, lines, num_bytes = np.array(self._documents, np.uint64).T
+            tokens = np.concatenate(self._tokens)
+            self.writer.add_documents(tokens, lengths, sources=sources_, lines=lines, num_bytes=num_bytes)
+        self._tokens, self._documents, self._held = [], [], 0
+
+
+class _Skipped:
+    """Counts of rows left out by reason, with the first place of each: piece and line in it."""
+
+    def __init__(self) -> None:
+        self.by_reason: dict[str, list[int]] = {}
+
+    def add(self, reason: str, piece: int, line: int, count: int = 1) -> None:
+        entry = self.by_reason.setdefault(reason, [0, piece, line])
+        entry[0] += count
+
+
+def _place(piece: sources.Piece, line: int) -> str:
+    """FILE:LINE, the line counted from the file's start."""
+    before = 0
+    if piece.format == "jsonl" and piece.start:
+        with streams.open_plain(piece.path) as stream:
+            before = sum(1 for _ in streams.lines(stream, 0, piece.start))
+    elif piece.first_line:
+        before = piece.first_line - 1
+    return f"{piece.path}:{before + line}"
+
+
+def _write_report(me: Worker, path: Path, report: dict[str, Any]) -> None:
+    scratch = me.scratch / path.name
+    with whole_file(scratch) as file:
+        file.write(json.dumps(report).encode())
+    os.replace(scratch, path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
