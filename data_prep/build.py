@@ -26,6 +26,7 @@ from data_prep import fast_bpe, pack, plan, sources, worker
 from data_prep.blockfile import whole_file
 from data_prep.errors import DataError
 from data_prep.progress import Progress
+from data_prep.row_index import Packing
 from data_prep.shard import Manifest, ShardInfo, Skipped, SourceFile, TokenizerInfo, write_sources
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,7 +44,7 @@ def build(
     out: str | Path,
     *,
     seq_len: int,
-    packing: str = "best_fit",
+    packing: Packing = "best_fit",
     workers: int = 1,
     task: int = 0,
     num_tasks: int = 1,
@@ -76,7 +77,7 @@ def build(
     return merge(folder, seq_len=seq_len, packing=packing)
 
 
-def merge(folder: str | Path, *, seq_len: int | None = None, packing: str | None = None) -> Manifest:
+def merge(folder: str | Path, *, seq_len: int | None = None, packing: Packing | None = None) -> Manifest:
     """The manifest over the shards of all tasks, and the rows of one length, by default as the build was told.
 
     Safe to repeat."""
@@ -143,7 +144,7 @@ def _first_texts(wanted: plan.Plan) -> Iterator[str]:
                 return
 
 
-def _prepare(folder: Path, wanted: plan.Plan, tokenizer: Tokenizer, seq_len: int, packing: str) -> None:
+def _prepare(folder: Path, wanted: plan.Plan, tokenizer: Tokenizer, seq_len: int, packing: Packing) -> None:
     """The plan and the tokenizer's files stand in the folder; or a build that is going on there is this one."""
     path = folder / "build" / "plan.json"
     if path.exists():
@@ -242,7 +243,7 @@ def _write_manifest(folder: Path, wanted: plan.Plan) -> None:
             " part i belongs to task i modulo --num-tasks"
         )
     splits: dict[str, list[ShardInfo]] = {split: [] for split in SPLITS}
-    counts = [[0, 0, 0] for _ in wanted.pieces]
+    counts = [(0, 0, 0)] * len(wanted.pieces)
     lines = [0] * len(wanted.pieces)
     skipped: dict[str, tuple[int, int, int]] = {}  # reason: count, first piece, first line in it
     for group in range(len(wanted.groups)):
@@ -250,7 +251,7 @@ def _write_manifest(folder: Path, wanted: plan.Plan) -> None:
         for split, info in report["splits"].items():
             splits[split].append(ShardInfo(**info))
         for piece, (documents, tokens, num_bytes, line_count) in report["pieces"]:
-            counts[piece], lines[piece] = [documents, tokens, num_bytes], line_count
+            counts[piece], lines[piece] = (documents, tokens, num_bytes), line_count
         for reason, (count, piece, line) in report["skipped"].items():
             before = skipped.get(reason)
             skipped[reason] = (count + before[0], *before[1:]) if before else (count, piece, line)
@@ -262,10 +263,7 @@ def _write_manifest(folder: Path, wanted: plan.Plan) -> None:
     first_lines = _first_lines(wanted.pieces, lines)
     write_sources(
         folder,
-        [
-            SourceFile(piece.path, *counts[number], first_line=first_lines[number])
-            for number, piece in enumerate(wanted.pieces)
-        ],
+        [SourceFile(piece.path, *counts[number], first_lines[number]) for number, piece in enumerate(wanted.pieces)],
     )
     places = {
         reason: Skipped(count, f"{wanted.pieces[piece].path}:{first_lines[piece] - 1 + line}")
@@ -287,7 +285,7 @@ def _write_manifest(folder: Path, wanted: plan.Plan) -> None:
 
 def _first_lines(pieces: tuple[sources.Piece, ...], lines: list[int]) -> list[int]:
     """Of each piece, the number that its first line has in its file."""
-    found = []
+    found: list[int] = []
     for number, piece in enumerate(pieces):
         goes_on = not piece.first_line and number > 0
         found.append(found[-1] + lines[number - 1] if goes_on else max(1, piece.first_line))

@@ -16,24 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_prep import tokenizer as tk
-
-_QWEN2_PATTERN = tk.LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-_O200K_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-)
-# Each covers every text without a gap (tiktoken drops what a pattern skips, the library keeps it), and in each a
-# blank between letters begins a new piece. A pattern not listed here stays with the library.
-KNOWN_PATTERNS = frozenset(
-    [
-        tk.GPT2_PATTERN,
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        tk.LLAMA3_PATTERN,
-        _QWEN2_PATTERN,
-        _O200K_WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        _O200K_WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ]
-)
+from data_prep.tokenizer_hf import BYTE_OF_CHAR, KNOWN_PATTERNS, cut_of, pattern_of
 
 
 def accelerate(tokenizer: tk.Tokenizer, texts: Iterable[str] = ()) -> str:
@@ -68,7 +51,7 @@ def use_tiktoken(tokenizer: tk.Tokenizer) -> Any:
         ids.append(vocabulary[left + right])
     extra = {token["content"]: len(ids) + i for i, token in enumerate(matched)}
     ids += [token["id"] for token in matched]
-    pattern = tk.pattern_of(spec)
+    pattern = pattern_of(spec)
     assert pattern is not None
     encoding = tiktoken.Encoding(
         "tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=extra or {"\0\0\0": len(ids)}
@@ -85,7 +68,7 @@ def use_tiktoken(tokenizer: tk.Tokenizer) -> Any:
         found = encoding.encode_to_numpy(text, allowed_special=matched_set, disallowed_special=())
         return found if same else id_of_rank[found]
 
-    return tk.in_chunks(encode, tk.cut_of(spec))
+    return tk.in_chunks(encode, cut_of(spec))
 
 
 def why_not(spec: dict[str, Any]) -> str | None:
@@ -98,7 +81,7 @@ def why_not(spec: dict[str, Any]) -> str | None:
             return f"its model has {key}={model[key]!r}"
     if spec["normalizer"] is not None:
         return f"it has a normalizer ({spec['normalizer']['type']})"
-    pattern = tk.pattern_of(spec)
+    pattern = pattern_of(spec)
     if pattern is None:
         return "its pre_tokenizer is not one regular expression before ByteLevel"
     if pattern not in KNOWN_PATTERNS:
@@ -172,11 +155,11 @@ def _merges(spec: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _is_bytes(token: str) -> bool:
-    return all(char in tk.BYTE_OF_CHAR for char in token)
+    return all(char in BYTE_OF_CHAR for char in token)
 
 
 def _bytes_of(token: str) -> bytes:
-    return bytes(tk.BYTE_OF_CHAR[char] for char in token)
+    return bytes(BYTE_OF_CHAR[char] for char in token)
 
 
-_CHAR_OF_BYTE = sorted(tk.BYTE_OF_CHAR, key=lambda char: tk.BYTE_OF_CHAR[char])
+_CHAR_OF_BYTE = sorted(BYTE_OF_CHAR, key=lambda char: BYTE_OF_CHAR[char])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import DataError
-from data_prep.row_index import RowIndex, index_path, packings, shards_hash
+from data_prep.row_index import Packing, RowIndex, index_path, packings, shards_hash
 from data_prep.rows import Rows, open_rows
 from data_prep.shard import Manifest, Shard, ShardInfo, SourceFile, read_sources, shard_path
 from data_prep.tokenizer import load_tokenizer
@@ -144,7 +144,12 @@ class View:
     """Documents and rows of one split as text with their origin."""
 
     def __init__(
-        self, folder: str | Path, split: str, seq_len: int | None = None, packing: str | None = None, chars: int = 400
+        self,
+        folder: str | Path,
+        split: str,
+        seq_len: int | None = None,
+        packing: Packing | None = None,
+        chars: int = 400,
     ):
         self.folder, self.split, self.chars = Path(folder), split, chars
         self.manifest, self.sources = Manifest.read(folder), read_sources(folder)
@@ -170,7 +175,7 @@ class View:
         yield f"document {number} ({info.file}, {local}): {len(tokens):,} tokens, {shard.num_bytes[local]:,} bytes"
         yield f"from {origin}"
         for seq_len, packing in self._packings():
-            held = open_rows(self.folder, self.split, seq_len, packing).rows_of(number)  # type: ignore[arg-type]
+            held = open_rows(self.folder, self.split, seq_len, packing).rows_of(number)
             yield f"in rows {_listed(held)} of length {seq_len} ({packing})"
         yield self.text(tokens)
 
@@ -179,7 +184,7 @@ class View:
         seq_len, packing = next(iter(self._packings()), (None, None))
         if seq_len is None:
             raise DataError(f"{self.folder} has no rows like that; see `pretrain-data pack`")
-        rows = open_rows(self.folder, self.split, seq_len, packing)  # type: ignore[arg-type]
+        rows = open_rows(self.folder, self.split, seq_len, packing)
         if not 0 <= number < len(rows):
             raise DataError(f"row {number}: {self.folder} has {len(rows)} rows of {seq_len} ({packing}), from 0")
         yield f"row {number} of {len(rows):,} ({self.split}, {packing}, {seq_len} positions)"
@@ -209,7 +214,7 @@ class View:
             else f"{text[: self.chars]} ... ({len(text):,} characters)"
         )
 
-    def _packings(self) -> list[tuple[int, str]]:
+    def _packings(self) -> list[tuple[int, Packing]]:
         seq_len, packing = self._wanted
         return [
             (length, kind)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep import sources, tokenizer
+from data_prep import sources, tokenizer, tokenizer_hf
 from data_prep.errors import DataError
 
 KINDS = ("sentencepiece", "bpe")
@@ -135,7 +135,7 @@ def _train_bpe(texts: Iterator[str], folder: Path, vocab_size: int) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(tokenizer.BYTE_OF_CHAR),
+        initial_alphabet=sorted(tokenizer_hf.BYTE_OF_CHAR),
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)

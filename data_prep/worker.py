@@ -85,8 +85,13 @@ def start(job: Job) -> None:
     global _worker
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _worker = Worker(job)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def tokenise_unit(unit: int, using: Worker | None = None) -> int:
