@@ -118,9 +118,7 @@ class ModelConfig(Table):
         if "head_dim" not in given and all(k in given for k in sizes):
             d_model, n_heads = (_whole(given[k]) for k in sizes)
             if n_heads < 1 or d_model % n_heads:
-                raise ValueError(
-                    f"d_model={d_model} is no multiple of n_heads={n_heads}; change one or set head_dim"
-                )
+                raise ValueError(f"d_model={d_model} is no multiple of n_heads={n_heads}; change one or set head_dim")
             given["head_dim"] = d_model // n_heads
         return given
 
@@ -177,9 +175,7 @@ class DataConfig(Table):
 
 class TrainConfig(Table):
     steps: Positive | None = None  # * optimizer steps, or:
-    tokens: Annotated[Float, Field(gt=0)] | None = (
-        None  # row positions to train on; rounded up to whole steps
-    )
+    tokens: Annotated[Float, Field(gt=0)] | None = None  # row positions to train on; rounded up to whole steps
     global_batch_size: Positive  # * rows per optimizer step, over all ranks and micro-batches
     micro_batch_size: Positive = 1  # rows per data-parallel replica and forward
     grad_clip: Annotated[Float, Field(ge=0)] = 1.0  # largest global gradient norm; 0: no clipping
@@ -268,9 +264,7 @@ class MetricsConfig(Table):
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
     wandb_project: str = "llama-pretrain"
     wandb_entity: str | None = None
-    peak_tflops: Annotated[Float, Field(gt=0)] | None = (
-        None  # dense bf16 TFLOP/s of one device, where unknown
-    )
+    peak_tflops: Annotated[Float, Field(gt=0)] | None = None  # dense bf16 TFLOP/s of one device, where unknown
 
 
 class AnomaliesConfig(Table):
@@ -407,9 +401,7 @@ def _check_lengths(cfg: Config) -> None:
     tail = sched.decay_steps or 0
     if sched.warmup_steps + tail > cfg.steps:
         parts = f"schedule.warmup_steps={sched.warmup_steps}" + (f" + decay_steps={tail}" if tail else "")
-        raise ConfigError(
-            f"{parts} is more than the run's {cfg.steps} steps; shorten the warm-up or train longer"
-        )
+        raise ConfigError(f"{parts} is more than the run's {cfg.steps} steps; shorten the warm-up or train longer")
 
 
 def _check_engine(cfg: Config) -> None:

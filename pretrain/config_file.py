@@ -1,4 +1,4 @@
-"""Config files: TOML plus `section.key=value` overrides into a `Config`, errors that a person can act on, and back to TOML.
+"""Config files: TOML and `section.key=value` overrides into a `Config`, with errors to act on, and back to TOML.
 
 The one place that reads and writes config files. Knows the tables of `config` only through pydantic.
 """
@@ -35,7 +35,7 @@ _OTHER_NAMES = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a TOML file with `section.key=value` overrides; ConfigError names key, value, nearest key and mend."""
+    """The config of a TOML file with overrides; ConfigError names the key, its value, the nearest key and the mend."""
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -44,9 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: cannot be read as a config file: {e}") from None
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(
-            f"{path}: not valid TOML: {e} (text needs quotes; flags are true or false)"
-        ) from None
+        raise ConfigError(f"{path}: not valid TOML: {e} (text needs quotes; flags are true or false)") from None
     for override in overrides:
         _apply(raw, override)
     try:
@@ -103,9 +101,7 @@ def _wants_text(parts: Sequence[str]) -> bool:
         if field is None:
             return False
         table = field.annotation
-    options = (
-        typing.get_args(table) if typing.get_origin(table) in (typing.Union, types.UnionType) else (table,)
-    )
+    options = typing.get_args(table) if typing.get_origin(table) in (typing.Union, types.UnionType) else (table,)
     text = str in options or any(
         typing.get_origin(o) is typing.Literal and isinstance(typing.get_args(o)[0], str) for o in options
     )
@@ -132,9 +128,7 @@ def _nearest_key(loc: Sequence[Any]) -> str:
     """Name the likeliest intended key: near in spelling in the same table, else the same word in another one."""
     table: Any = Config
     for part in (p for p in loc[:-1] if not isinstance(p, int)):
-        field = (
-            table.model_fields.get(part) if isinstance(table, type) and issubclass(table, BaseModel) else None
-        )
+        field = table.model_fields.get(part) if isinstance(table, type) and issubclass(table, BaseModel) else None
         table = field.annotation if field else None
         for option in typing.get_args(table):
             if isinstance(option, type) and issubclass(option, BaseModel):

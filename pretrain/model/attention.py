@@ -1,0 +1,93 @@
+"""The one door to attention kernels: which one a run uses, and the call.
+
+`choose_kernel` decides once, in the open, and says why; nothing falls back afterwards. Documents packed into one row do
+not see each other: exactly masked scores through SDPA, or `varlen_attn` (FlashAttention over ragged rows) on CUDA.
+"""
+
+import inspect
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.errors import ConfigError
+from pretrain.model.rope import RopeTable
+
+Kernel = Literal["sdpa", "varlen"]
+
+
+class AttentionInputs(NamedTuple):
+    """What every block's attention needs to know of a micro-batch, made once a forward."""
+
+    rope: RopeTable
+    mask: Tensor | None  # bool [B, 1, T, S], True where a query sees a key; None: causal
+    cu_seqlens: Tensor | None = None  # int32, ends of the documents in the B*T positions; set: varlen
+    max_seqlen: int = 0
+    cache: Any = None  # generation: has .update(k, v) -> all keys and values so far, [B, S, K, Q]
+
+
+def choose_kernel(
+    wanted: Literal["auto", "sdpa", "varlen"], device: torch.device, dtype: torch.dtype, *, mask_documents: bool
+) -> tuple[Kernel, str]:
+    """The kernel to use and one line that says why; ConfigError where the wanted one cannot run."""
+    can_varlen = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if wanted == "varlen":
+        if not can_varlen:
+            raise ConfigError(
+                f'model.attention="varlen" needs a CUDA device and 16-bit compute, but this is {device.type} with '
+                f'{str(dtype).removeprefix("torch.")}; set model.attention="auto"'
+            )
+        if not mask_documents:
+            raise ConfigError('model.attention="varlen" needs data.mask_documents=true; set model.attention="sdpa"')
+        return "varlen", "varlen (FlashAttention over ragged documents), as model.attention asks"
+    if wanted == "auto" and mask_documents and can_varlen:
+        return "varlen", "varlen (FlashAttention over ragged documents): documents are masked on CUDA"
+    if mask_documents:
+        return "sdpa", f"sdpa with an exact document mask ({device.type}, {str(dtype).removeprefix('torch.')})"
+    return "sdpa", f"sdpa, causal over whole rows ({device.type}, {str(dtype).removeprefix('torch.')})"
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """bool [B, 1, T, T]: a position sees itself and earlier positions of its own document. documents: int [B, T]."""
+    length = documents.size(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return (same & causal).unsqueeze(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Softmax attention with 1/sqrt(Q) scaling. q [B, T, H, Q]; k, v [B, S, K, Q]; returns [B, T, H, Q].
+
+    Query head h reads key/value head h // (H / K).
+    """
+    grouped = q.size(2) != k.size(2)
+    if inputs.cu_seqlens is not None:
+        return _varlen(q, k, v, inputs.cu_seqlens, inputs.max_seqlen)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=inputs.mask,
+        is_causal=inputs.mask is None and q.size(1) > 1,
+        enable_gqa=grouped,
+    )
+    return out.transpose(1, 2)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    # The spelling changed between torch 2.10 (is_causal) and 2.13 (window_size, enable_gqa).
+    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if q.size(2) != k.size(2):
+        if "enable_gqa" in known:
+            causal["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in (k, v))
+    out = varlen_attn(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **causal
+    )
+    assert isinstance(out, Tensor)
+    return out.view_as(q)

@@ -1,0 +1,61 @@
+"""Activation checkpointing: which activations of a block are recomputed in backward rather than kept.
+
+Set on the blocks from outside, without wrapper modules, so that parameter names never change.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from pretrain.config import ActivationCheckpointConfig
+from pretrain.model.llama import Llama
+
+# Selective keeps what is dear to compute: matrix products and attention. Norms, RoPE, SwiGLU and casts are recomputed.
+_KEEP_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "linear",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+def apply_activation_checkpoint(model: Llama, cfg: ActivationCheckpointConfig) -> None:
+    """Set `recompute` on each block (every k-th for full with `every`)."""
+    if cfg.mode == "none":
+        return
+    run = _full if cfg.mode == "full" else _selective
+    every = cfg.every if cfg.mode == "full" else 1
+    for index, block in enumerate(model.layers):
+        if index % every == 0:
+            block.recompute = run
+
+
+def _full(body: Callable[..., Tensor], *args: Any) -> Tensor:
+    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _selective(body: Callable[..., Tensor], *args: Any) -> Tensor:
+    context = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept_ops() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def kept_ops() -> set[Any]:
+    """The operators whose outputs selective keeps, those that this torch has."""
+    ops = {getattr(torch.ops.aten, name).default for name in _KEEP_NAMES if hasattr(torch.ops.aten, name)}
+    varlen = getattr(torch.ops, "torch_attn", None)
+    if varlen is not None and hasattr(varlen, "_varlen_attn"):
+        ops.add(varlen._varlen_attn.default)
+    return ops

@@ -1,0 +1,60 @@
+"""What the trainer asks of an engine, whichever one shards the model: forward, backward, step, state.
+
+Engines sum gradients over ranks and micro-batches; the loop has divided the loss by the targets of the global batch.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.config import Config
+from pretrain.data.loader import Batch
+from pretrain.model.loss import LossSums
+
+State = dict[str, Tensor]
+"""Canonical names to whole-shaped tensors (DTensors where sharded): `model.NAME`, `optim.MOMENT.NAME`, `optim.step`."""
+
+
+class Engine(Protocol):
+    model: nn.Module
+
+    def forward(self, batch: Batch) -> LossSums:
+        """Sums over this rank's targets of a micro-batch; differentiable while gradients are on."""
+        ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulate gradients in fp32; `last` marks the step's last micro-batch."""
+        ...
+
+    def step(self, lr: float) -> Tensor:
+        """Clip, update, zero the gradients; the global gradient norm before clipping, on the device, not awaited."""
+        ...
+
+    def state(self) -> State:
+        """Everything that a resume needs of weights and optimizer: the live tensors, or copies of them."""
+        ...
+
+    def load(self, state: State) -> None:
+        """Take a state of the same names, read in place into what `state()` gave."""
+        ...
+
+
+def model_inputs(batch: Batch, *, mask_documents: bool, kernel: str) -> dict[str, Tensor | None]:
+    """The keyword arguments of Llama.forward for a micro-batch."""
+    varlen = kernel == "varlen"
+    return {
+        "positions": batch.positions,
+        "documents": batch.documents if mask_documents and not varlen else None,
+        "cu_seqlens": batch.cu_seqlens if varlen else None,
+        "labels": batch.labels,
+    }
+
+
+def compute_dtype(cfg: Config) -> torch.dtype:
+    return torch.bfloat16 if cfg.precision.compute == "bf16" else torch.float32
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of global norm `norm` are multiplied with so that it becomes at most `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

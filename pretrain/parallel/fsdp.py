@@ -1,0 +1,103 @@
+"""FSDP2 engine: `fully_shard` per block; fp32 masters, bf16 compute, fp32 reduction; HSDP with dp_replicate."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from pretrain.config import Config
+from pretrain.data.loader import Batch
+from pretrain.model.init import init_weights
+from pretrain.model.llama import Llama
+from pretrain.model.loss import LossSums
+from pretrain.parallel.engine import State, clip_factor, compute_dtype, model_inputs
+from pretrain.parallel.mesh import Meshes
+from pretrain.parallel.optimizer_state import optimizer_state, set_update_count
+
+
+class FsdpEngine:
+    def __init__(
+        self,
+        cfg: Config,
+        build_model: Callable[[], Llama],
+        build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        meshes: Meshes,
+        device: torch.device,
+    ) -> None:
+        self.cfg = cfg
+        with torch.device("meta"):
+            model = build_model()
+        shard_model(model, cfg, meshes)
+        model.to_empty(device=device)
+        init_weights(model, cfg.run.seed, cfg.model.n_layers)
+        self.model: Llama = model
+        self.optimizer = build_optimizer(model)
+        self._replicated = meshes.shard.ndim == 2
+        self._local = cfg.parallel.accumulate == "local"
+
+    def forward(self, batch: Batch) -> LossSums:
+        inputs = model_inputs(batch, mask_documents=self.cfg.data.mask_documents, kernel=self.model.kernel)
+        return self.model(batch.inputs, **inputs)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        root = self.model
+        assert isinstance(root, FSDPModule)
+        root.set_is_last_backward(last)
+        if self._local:
+            root.set_requires_gradient_sync(last)
+        elif self._replicated:
+            root.set_requires_all_reduce(last)
+        loss.backward()
+
+    def step(self, lr: float) -> Tensor:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.cfg.train.grad_clip:
+            torch._foreach_mul_([_local(g) for g in grads], clip_factor(norm, self.cfg.train.grad_clip))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state(self) -> State:
+        model = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        return model | optimizer_state(self.optimizer, dict(self.model.named_parameters()))
+
+    def load(self, state: State) -> None:
+        """The tensors that `state()` gave are live and were read in place; only the update count is left to set."""
+        if "optim.step" in state:
+            set_update_count(self.optimizer, float(state["optim.step"]))
+
+
+def shard_model(model: Llama, cfg: Config, meshes: Meshes) -> None:
+    """fully_shard every block, the embedding, the head with its norm, and the root with what is left.
+
+    Inputs are never cast: the residual stream is in the compute dtype from the embedding on, and the fp32 RoPE tables
+    must stay fp32. Sums over ranks are plain sums (no division): the loss is already a share of the global one.
+    """
+    dtype = compute_dtype(cfg)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32 if cfg.precision.reduce == "fp32" else torch.bfloat16,
+        cast_forward_inputs=False,
+    )
+    reshard = cfg.parallel.reshard_after_forward
+    if not cfg.model.tie_embeddings:
+        fully_shard(model.tok_embeddings, mesh=meshes.shard, mp_policy=policy, reshard_after_forward=reshard)
+        # Backward starts with the head: freeing it after forward would only gather it again.
+        fully_shard([model.norm, model.output], mesh=meshes.shard, mp_policy=policy, reshard_after_forward=False)
+    for block in model.layers:
+        fully_shard(block, mesh=meshes.shard, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=meshes.shard, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

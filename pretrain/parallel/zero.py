@@ -1,0 +1,251 @@
+"""DeepSpeed ZeRO engine, stages 1, 2 and 3: the one door to deepspeed.
+
+Masters, moments, accumulated and reduced gradients are fp32 at every stage. bf16 compute is DeepSpeed's
+`torch_autocast`, since its `bf16` mode starts from bf16-rounded weights; `lower_precision_safe_modules` stays empty,
+since the modules in it reduce their gradients in bf16. The price: parameters are gathered (stage 3) and gradients
+reduced (all stages) in fp32, twice the bytes of FSDP2's bf16 gathers.
+Stage 1 accumulates whole gradients on every rank until the last micro-batch; 2 and 3 reduce each micro-batch.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from pretrain.config import Config
+from pretrain.data.loader import Batch
+from pretrain.errors import ConfigError
+from pretrain.model.init import fill_parameter, init_weights
+from pretrain.model.llama import Llama
+from pretrain.model.loss import LossSums
+from pretrain.parallel.engine import State, model_inputs
+from pretrain.parallel.optimizer_state import moments
+
+# Settings of DeepSpeed that other tables of the config decide.
+_OURS = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "gradient_clipping": "train.grad_clip",
+    "optimizer": "[optimizer]",
+    "scheduler": "[schedule]",
+    "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "torch_autocast": "precision.compute",
+    "communication_data_type": "precision.reduce",
+    "data_types": "precision.reduce",
+    "zero_allow_untested_optimizer": "[optimizer]",
+    "activation_checkpointing": "[activation_checkpoint]",
+    "wandb": "metrics.sinks",
+    "tensorboard": "metrics.sinks",
+}
+
+
+def deepspeed_config(cfg: Config, accumulation: int) -> dict[str, Any]:
+    """The dictionary for deepspeed.initialize; ConfigError for a key of `[deepspeed]` that another table decides."""
+    for key, owner in _OURS.items():
+        if key in cfg.deepspeed:
+            raise ConfigError(f"deepspeed.{key}={cfg.deepspeed[key]!r}: {owner} decides this; set it there")
+    zero = dict(cfg.deepspeed.get("zero_optimization", {}))
+    if zero.get("stage", cfg.parallel.zero_stage) != cfg.parallel.zero_stage:
+        raise ConfigError(
+            f"deepspeed.zero_optimization.stage={zero['stage']} and parallel.zero_stage={cfg.parallel.zero_stage} "
+            f"differ; leave the first out"
+        )
+    if cfg.precision.reduce != "fp32":
+        raise ConfigError(
+            f'precision.reduce="{cfg.precision.reduce}" is not available with parallel.engine="zero"; '
+            f'set precision.reduce="fp32" or use parallel.engine="fsdp"'
+        )
+    autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    return (
+        cfg.deepspeed
+        | {
+            "train_micro_batch_size_per_gpu": cfg.train.micro_batch_size,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": cfg.train.grad_clip,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero | {"stage": cfg.parallel.zero_stage},
+        }
+        | ({"torch_autocast": autocast} if cfg.precision.compute == "bf16" else {})
+    )
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """The module, told which accelerator it has and to keep to warnings; ConfigError where it is not installed."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError:
+        raise ConfigError(
+            'parallel.engine="zero" needs the package deepspeed; pip install "llama-pretrain[zero]"'
+        ) from None
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    return deepspeed
+
+
+class ZeroEngine:
+    def __init__(
+        self,
+        cfg: Config,
+        build_model: Callable[[], Llama],
+        build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        accumulation: int,
+        device: torch.device,
+    ) -> None:
+        self.cfg, self.device = cfg, device
+        self.stage = cfg.parallel.zero_stage
+        settings = deepspeed_config(cfg, accumulation)
+        deepspeed = import_deepspeed(device)
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_init_required=False)
+        model = self._build(deepspeed, build_model, settings)
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model), config=settings, dist_init_required=False
+        )
+        self.model: Llama = model
+        self.base = self.engine.optimizer.optimizer
+        self._names = {name: p for name, p in model.named_parameters()}
+        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("world",))
+        self._make_moments()
+
+    def _build(self, deepspeed: Any, build_model: Callable[[], Llama], settings: dict[str, Any]) -> Llama:
+        cfg = self.cfg
+        if self.stage < 3:
+            with torch.device("meta"):
+                model = build_model()
+            model.to_empty(device=self.device)
+            model.tie()
+            init_weights(model, cfg.run.seed, cfg.model.n_layers)
+            return model
+        with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.float32):
+            model = build_model()
+        for name, param in model.named_parameters():
+            # Every rank computes the same whole tensor; rank 0's is the one that is partitioned.
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    fill_parameter(name, param.data, param.data.shape, cfg.run.seed, cfg.model.n_layers)
+        return model
+
+    def forward(self, batch: Batch) -> LossSums:
+        inputs = model_inputs(batch, mask_documents=self.cfg.data.mask_documents, kernel=self.model.kernel)
+        return LossSums(*self.engine(batch.inputs, **inputs))
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        # DeepSpeed averages over ranks; the loop has already divided by the global number of targets.
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+        if not last:
+            self.engine.step()
+
+    def step(self, lr: float) -> Tensor:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        if not self.engine.was_step_applied():
+            return torch.tensor(float("nan"), device=self.device)  # DeepSpeed left a non-finite update out
+        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+
+    def state(self) -> State:
+        """Copies of this rank's rows of every tensor; one whole tensor exists at a time."""
+        out: State = {}
+        for name, param in self._names.items():
+            for prefix, key in self._tensors_of(name):
+                out[prefix] = self._rows(self._full(param, key), _shape(param))
+        if "exp_avg" in moments(self.base):
+            out["optim.step"] = next(self._flat_states())["step"].detach().clone().float()
+        return out
+
+    def load(self, state: State) -> None:
+        for name, param in self._names.items():
+            for prefix, key in self._tensors_of(name):
+                value = state[prefix]
+                self._set(param, key, value.full_tensor() if isinstance(value, DTensor) else value)
+        if "optim.step" in state:
+            for flat in self._flat_states():
+                flat["step"].fill_(float(state["optim.step"]))
+
+    def _tensors_of(self, name: str) -> list[tuple[str, str | None]]:
+        named: list[tuple[str, str | None]] = [(f"model.{name}", None)]
+        return named + [(f"optim.{key}.{name}", key) for key in moments(self.base)]
+
+    def _make_moments(self) -> None:
+        """Give the flat partitions zero moments, as torch's first step would."""
+        for flat in self._flats():
+            state = self.base.state[flat]
+            if "exp_avg" in moments(self.base):
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=flat.device))
+            for key in moments(self.base):
+                if state.get(key) is None:
+                    state[key] = torch.zeros_like(flat, requires_grad=False)
+
+    def _flats(self) -> list[Tensor]:
+        zero = self.engine.optimizer
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    def _flat_states(self) -> Iterator[dict[str, Tensor]]:
+        return (self.base.state[flat] for flat in self._flats())
+
+    def _fragment(self, param: nn.Parameter, key: str | None) -> tuple[Tensor, int] | None:
+        """This rank's flat piece of a master or moment, and where it starts in the flattened parameter (stages 1, 2)."""
+        mapping = getattr(param, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        flat = self._flats()[mapping.param_group_index]
+        address = mapping.hp_fragment_address
+        source = flat if key is None else self.base.state[flat][key]
+        return source.narrow(0, address.start, address.numel), mapping.lp_fragment_address.start
+
+    def _full(self, param: nn.Parameter, key: str | None) -> Tensor:
+        if self.stage == 3:
+            return self.engine.optimizer.get_full_hp_param(param, key).view(_shape(param))
+        whole = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        piece = self._fragment(param, key)
+        if piece is not None:
+            whole.narrow(0, piece[1], piece[0].numel()).copy_(piece[0])
+        dist.all_reduce(whole)
+        return whole.view_as(param)
+
+    def _set(self, param: nn.Parameter, key: str | None, value: Tensor) -> None:
+        if self.stage == 3:
+            part = self.engine.optimizer._get_fp32_opt_state_partition(param, False, key)[0]
+            padded = value.new_zeros(part.numel() * dist.get_world_size())
+            padded[: value.numel()] = value.flatten()
+            mine = padded.narrow(0, part.numel() * dist.get_rank(), part.numel())
+            part.data.copy_(mine)
+            if key is None:
+                param.ds_tensor.data.copy_(mine.view_as(param.ds_tensor))
+            return
+        piece = self._fragment(param, key)
+        if piece is not None:
+            piece[0].data.copy_(value.flatten().narrow(0, piece[1], piece[0].numel()))
+        if key is None:
+            param.data.copy_(value)
+
+    def _rows(self, full: Tensor, shape: torch.Size) -> DTensor:
+        """This rank's rows of a whole tensor, as fully_shard would lay them out over all ranks."""
+        pieces = torch.chunk(full, self._mesh.size(), dim=0)
+        rank = self._mesh.get_local_rank()
+        local = pieces[rank].clone() if rank < len(pieces) else full.new_empty((0, *shape[1:]))
+        return DTensor.from_local(
+            local,
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+
+def _shape(param: nn.Parameter) -> torch.Size:
+    return torch.Size(getattr(param, "ds_shape", param.shape))
