@@ -30,7 +30,6 @@ from data_prep.row_index import Packing
 from data_prep.shard import Manifest, ShardInfo, Skipped, SourceFile, TokenizerInfo, write_sources
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 
-SPLITS = ("train", "val")
 _SAMPLE_CHARS = 1 << 19  # of the input's first documents, on which a faster engine has to prove itself
 
 
@@ -242,7 +241,7 @@ def _write_manifest(folder: Path, wanted: plan.Plan) -> None:
             f"{folder}: {len(missing)} of {len(wanted.groups)} parts are not built yet, the first is {missing[0]};"
             " part i belongs to task i modulo --num-tasks"
         )
-    splits: dict[str, list[ShardInfo]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[ShardInfo]] = {split: [] for split in worker.SPLITS}
     counts = [(0, 0, 0)] * len(wanted.pieces)
     lines = [0] * len(wanted.pieces)
     skipped: dict[str, tuple[int, int, int]] = {}  # reason: count, first piece, first line in it

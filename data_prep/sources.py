@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
+from pydantic_core import from_json
+
 from data_prep import streams
 from data_prep.errors import DataError
 
@@ -295,6 +297,10 @@ def _read_lines(lines: Iterable[bytes], text_key: str) -> Iterator[Row]:
 
 
 def _parse_row(line: bytes, number: int, text_key: str) -> Document | BadRow:
+    try:
+        return _row(from_json(line, cache_strings="keys"), number, text_key)  # twice as fast as `json`, but stricter
+    except ValueError:
+        pass
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:

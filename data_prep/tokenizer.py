@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import shutil
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,6 +170,11 @@ def chunks(text: str, cut: re.Pattern[str] | None, limit: int = CHUNK_CHARS) -> 
     yield text[at:] if at else text
 
 
+def ids_array(ids: list[int]) -> np.ndarray:
+    """uint32; through `array`, which takes a third of the time of np.array."""
+    return np.frombuffer(array("I", ids), np.uint32)
+
+
 def in_chunks(
     encode: Callable[[str], np.ndarray], cut: re.Pattern[str] | None, limit: int = CHUNK_CHARS
 ) -> Callable[[str], np.ndarray]:
@@ -199,8 +205,10 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
     eos = () if ids["eos"] is None else (ids["eos"],)
     controls = [i for i in range(processor.GetPieceSize()) if processor.IsControl(i)]
 
+    as_numpy = getattr(processor, "EncodeAsNumpy", None)  # newer releases; spares a list of Python numbers
+
     def encode(text: str) -> np.ndarray:
-        return np.array(processor.EncodeAsIds(text), np.uint32)
+        return as_numpy(text).view(np.uint32) if as_numpy else ids_array(processor.EncodeAsIds(text))
 
     def token_bytes(token_id: int) -> bytes:
         piece = processor.IdToPiece(token_id)

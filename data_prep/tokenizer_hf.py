@@ -19,6 +19,7 @@ from data_prep.tokenizer import (
     LLAMA3_PATTERN,
     Special,
     Tokenizer,
+    ids_array,
     in_chunks,
     sidecars_of,
 )
@@ -67,7 +68,7 @@ def load_huggingface(path: Path) -> Tokenizer:
     declared = [int(i) for i in sidecars.get("tokenizer_config.json", {}).get("added_tokens_decoder", {})]
 
     def encode(text: str) -> np.ndarray:
-        return np.array(library.encode(text, add_special_tokens=False).ids, np.uint32)
+        return ids_array(library.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(token_id: int) -> bytes:
         token = library.id_to_token(token_id) or ""

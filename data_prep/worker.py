@@ -15,16 +15,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data_prep import fast_bpe, plan, sources, streams
-from data_prep.blockfile import whole_file
+from data_prep.blockfile import sync_folder, whole_file
 from data_prep.errors import DataError
-from data_prep.shard import Shard, ShardWriter
+from data_prep.part import PartInfo, PartWriter, copy_part
+from data_prep.shard import ShardInfo, ShardWriter
 from data_prep.tokenizer import load_tokenizer
 
-_FLUSH_TOKENS = 1 << 18
-_COPY_TOKENS = 1 << 22
+SPLITS = ("train", "val")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Job:
         return self.folder / "build" / "groups" / f"{group:05}.json"
 
     def part(self, unit: int, split: str) -> Path:
-        return self.folder / "build" / "units" / f"{unit:05}.{split}.tok"
+        return self.folder / "build" / "units" / f"{unit:05}.{split}"
 
     def unit_done(self, unit: int) -> bool:
         return self.unit_report(unit).exists()
@@ -66,7 +64,7 @@ class Worker:
         for folder in (self.scratch, job.unit_report(0).parent, job.group_report(0).parent, job.folder / "shards"):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def writer(self, name: str) -> ShardWriter:
+    def shard_writer(self, name: str) -> ShardWriter:
         info = self.job.plan.tokenizer
         return ShardWriter(
             self.scratch / name,
@@ -75,6 +73,10 @@ class Worker:
             bos_id=self.job.before[0] if self.job.before else None,
             eos_id=self.job.after[0] if self.job.after else None,
         )
+
+    def part_writer(self, unit: int, split: str) -> PartWriter:
+        job = self.job
+        return PartWriter(self.scratch / f"{unit:05}.{split}", job.plan.tokenizer.vocab_size, job.before, job.after)
 
 
 _worker: Worker | None = None  # of this process, set once by the pool's initializer
@@ -99,24 +101,22 @@ def tokenise_unit(unit: int, using: Worker | None = None) -> int:
     me = using or _worker
     assert me is not None
     job = me.job
-    splits = {split: _Part(me, f"{unit:05}.{split}.tok") for split in ("train", "val")}
+    splits = {split: me.part_writer(unit, split) for split in SPLITS}
     bar = round(job.plan.settings.val_fraction * 2**32)
-    counts, skipped = [], _Skipped()
+    skipped = _Skipped()
     try:
-        for piece in job.plan.units[unit]:
-            counts.append((piece, _tokenise_piece(me, piece, splits, bar, skipped)))
-        for split, part in splits.items():
-            part.finish(job.part(unit, split))
+        pieces = [(piece, _tokenise_piece(me, piece, splits, bar, skipped)) for piece in job.plan.units[unit]]
+        parts = {split: part.finish(job.part(unit, split)) for split, part in splits.items()}
     finally:
         for part in splits.values():
-            part.writer.abort()
-    report = {"pieces": counts, "skipped": skipped.by_reason}
-    _write_report(me, job.unit_report(unit), report)
-    return sum(part.writer.tokens for part in splits.values())
+            part.abort()
+    report = {"pieces": pieces, "parts": parts, "skipped": skipped.by_reason}
+    _write_report(me, job.unit_report(unit), report, durable=False)
+    return sum(part.tokens for part in splits.values())
 
 
 def _tokenise_piece(
-    me: Worker, number: int, splits: dict[str, _Part], bar: int, skipped: _Skipped
+    me: Worker, number: int, splits: dict[str, PartWriter], bar: int, skipped: _Skipped
 ) -> tuple[int, int, int, int]:
     """Documents, tokens, bytes and lines of one piece."""
     settings, piece = me.job.plan.settings, me.job.plan.pieces[number]
@@ -154,85 +154,39 @@ def compose_group(group: int, using: Worker | None = None) -> int:
     """The group's shard of each split from its units' parts, checked on the way; then the parts are removed."""
     me = using or _worker
     assert me is not None
-    job = me.job
-    units = job.plan.groups[group]
-    pieces, skipped, splits = [], _Skipped(), {}
-    for unit in units:
-        report = json.loads(job.unit_report(unit).read_bytes())
-        pieces += report["pieces"]
+    job, units = me.job, me.job.plan.groups[group]
+    reports = {unit: json.loads(job.unit_report(unit).read_bytes()) for unit in units}
+    skipped = _Skipped()
+    for report in reports.values():
         for reason, (count, piece, line) in report["skipped"].items():
             skipped.add(reason, piece, line, count)
-    for split in ("train", "val"):
-        name = f"{split}-{group:05}.tok"
-        parts = [job.part(unit, split) for unit in units if job.part(unit, split).exists()]
+    shards = {}
+    for split in SPLITS:
+        parts = {unit: PartInfo(*report["parts"][split]) for unit, report in reports.items() if report["parts"][split]}
         if parts:
-            with me.writer(name) as writer:
-                for part in parts:
-                    _copy(Shard(part), writer)
-                info = writer.finish()
-            os.replace(me.scratch / name, job.folder / "shards" / name)
-            splits[split] = dataclasses.asdict(info)
-    _sync(job.folder / "shards")
-    report = {"splits": splits, "pieces": pieces, "skipped": skipped.by_reason}
-    _write_report(me, job.group_report(group), report)
+            shards[split] = dataclasses.asdict(_compose_shard(me, f"{split}-{group:05}.tok", split, parts))
+    sync_folder(job.folder / "shards")
+    pieces = [piece for report in reports.values() for piece in report["pieces"]]
+    report = {"splits": shards, "pieces": pieces, "skipped": skipped.by_reason}
+    _write_report(me, job.group_report(group), report, durable=True)
     for unit in units:
-        for path in (job.part(unit, "train"), job.part(unit, "val")):
-            path.unlink(missing_ok=True)
+        for split in SPLITS:
+            job.part(unit, split).unlink(missing_ok=True)
     return 0
 
 
-def _copy(part: Shard, writer: ShardWriter) -> None:
-    part.verify()
-    ends = part.document_ends
-    lengths = np.diff(ends, prepend=np.uint64(0))
-    first = 0
-    while first < len(ends):
-        base = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, base + _COPY_TOKENS, side="right")))
-        chosen = slice(first, last)
-        writer.add_documents(
-            part.tokens[base : int(ends[last - 1])],
-            lengths[chosen],
-            sources=part.sources[chosen],
-            lines=part.lines[chosen],
-            num_bytes=part.num_bytes[chosen],
-        )
-        first = last
-
-
-class _Part:
-    """The documents of a unit that go to one split, handed to the writer some 100,000 tokens at a time."""
-
-    def __init__(self, me: Worker, name: str):
-        self.writer = me.writer(name)
-        self._path = me.scratch / name
-        self._before = np.array(me.job.before, np.uint32)
-        self._after = np.array(me.job.after, np.uint32)
-        self._around = len(self._before) + len(self._after)
-        self._tokens: list[np.ndarray] = []
-        self._documents: list[tuple[int, int, int, int]] = []
-        self._held = 0
-
-    def add(self, ids: np.ndarray, source: int, line: int, num_bytes: int) -> None:
-        self._tokens += (self._before, ids, self._after)
-        self._documents.append((len(ids) + self._around, source, line, num_bytes))
-        self._held += len(ids)
-        if self._held >= _FLUSH_TOKENS:
-            self._flush()
-
-    def finish(self, path: Path) -> None:
-        """Puts the part in its place, or nothing if it has no document."""
-        self._flush()
-        if self.writer.documents:
-            self.writer.finish()
-            os.replace(self._path, path)
-
-    def _flush(self) -> None:
-        if self._documents:
-            lengths, sources_, lines, num_bytes = np.array(self._documents, np.uint64).T
-            tokens = np.concatenate(self._tokens)
-            self.writer.add_documents(tokens, lengths, sources=sources_, lines=lines, num_bytes=num_bytes)
-        self._tokens, self._documents, self._held = [], [], 0
+def _compose_shard(me: Worker, name: str, split: str, parts: dict[int, PartInfo]) -> ShardInfo:
+    job = me.job
+    with me.shard_writer(name) as writer:
+        for unit, info in parts.items():
+            try:
+                copy_part(job.part(unit, split), info, job.plan.tokenizer.vocab_size, writer)
+            except DataError as error:
+                job.unit_report(unit).unlink(missing_ok=True)
+                raise DataError(f"{error}; run the same command again, it makes this part anew") from error
+        done = writer.finish()
+    os.replace(me.scratch / name, job.folder / "shards" / name)
+    return done
 
 
 class _Skipped:
@@ -257,17 +211,10 @@ def _place(piece: sources.Piece, line: int) -> str:
     return f"{piece.path}:{before + line}"
 
 
-def _write_report(me: Worker, path: Path, report: dict[str, Any]) -> None:
+def _write_report(me: Worker, path: Path, report: dict[str, Any], *, durable: bool) -> None:
     scratch = me.scratch / path.name
-    with whole_file(scratch) as file:
+    with whole_file(scratch, durable=durable) as file:
         file.write(json.dumps(report).encode())
     os.replace(scratch, path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if durable:
+        sync_folder(path.parent)
