@@ -268,12 +268,7 @@ class MetricsConfig(Table):
 
 
 class AnomaliesConfig(Table):
-    policy: Literal["raise", "skip", "rollback"] = "raise"
-    budget: Count = 10  # anomalies skipped or rolled back before the run stops all the same
-    spike_sigma: Annotated[Float, Field(ge=0)] = (
-        0.0  # robust deviations of the loss that make a spike; 0: only non-finite
-    )
-    window: Annotated[Int, Field(ge=8)] = 128  # optimizer steps that the spike is judged against
+    policy: Literal["raise", "skip", "rollback"] = "raise"  # what a non-finite loss or gradient norm does
 
 
 class Layout(NamedTuple):
@@ -309,6 +304,15 @@ class Config(Table):
     metrics: MetricsConfig = MetricsConfig()
     anomalies: AnomaliesConfig = AnomaliesConfig()
     deepspeed: dict[str, Any] = {}  # passed through to DeepSpeed, checked
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_compile(cls, values: Any) -> Any:
+        """Stage 3 gathers parameters in hooks inside a block, which a compiled block cannot have: off there by default."""
+        if isinstance(values, dict) and isinstance(par := values.get("parallel"), dict) and "compile" not in values:
+            if par.get("engine") == "zero" and str(par.get("zero_stage", 3)) == "3":
+                return values | {"compile": {"enabled": False}}
+        return values
 
     @model_validator(mode="after")
     def _cross(self) -> "Config":
@@ -362,6 +366,7 @@ def inactive_keys(cfg: Config) -> list[tuple[str, str, str]]:
     rules: list[tuple[bool, str, tuple[str, ...], str]] = [
         (not zero, "parallel", ("zero_stage",), 'beside parallel.engine="fsdp"'),
         (zero, "parallel", ("reshard_after_forward",), 'beside parallel.engine="zero"'),
+        (zero, "parallel", ("accumulate",), 'beside parallel.engine="zero", whose stage decides it'),
         (sched != "wsd", "schedule", ("decay_steps",), f'beside schedule.name="{sched}"'),
         (sched == "constant", "schedule", ("min_lr_ratio",), 'beside schedule.name="constant"'),
         (opt == "sgd", "optimizer", ("betas", "eps"), 'beside optimizer.name="sgd"'),
@@ -374,8 +379,6 @@ def inactive_keys(cfg: Config) -> list[tuple[str, str, str]]:
             ("wandb_mode", "wandb_project", "wandb_entity"),
             'without "wandb" in metrics.sinks',
         ),
-        (cfg.anomalies.policy == "raise", "anomalies", ("budget",), 'beside anomalies.policy="raise"'),
-        (cfg.anomalies.spike_sigma == 0, "anomalies", ("window",), "while anomalies.spike_sigma=0"),
         (cfg.eval.every == 0, "eval", ("micro_batch_size",), "while eval.every=0"),
         (cfg.checkpoint.every == 0, "checkpoint", ("keep_every",), "while checkpoint.every=0"),
     ]
@@ -416,17 +419,21 @@ def _check_engine(cfg: Config) -> None:
             raise ConfigError(
                 f"parallel.{axis}={getattr(par, axis)} is not available in this version; set parallel.{axis}=1"
             )
+    if cfg.anomalies.policy != "raise":
+        raise ConfigError(
+            f'anomalies.policy="{cfg.anomalies.policy}" is not available in this version; set anomalies.policy="raise"'
+        )
     if par.engine == "fsdp":
         if cfg.deepspeed:
             raise ConfigError('[deepspeed] has no effect beside parallel.engine="fsdp"; remove it')
         return
+    if par.zero_stage == 3 and cfg.compile.enabled:
+        raise ConfigError(
+            "compile.enabled=true cannot take effect with parallel.zero_stage=3, which gathers parameters in hooks "
+            'inside each block; set compile.enabled=false, zero_stage=2 or engine="fsdp"'
+        )
     if par.dp_replicate > 1 or par.dp_shard != -1:
         raise ConfigError(
             f'parallel.engine="zero" shards over the whole world, so dp_replicate={par.dp_replicate} and '
             f'dp_shard={par.dp_shard} cannot take effect; leave them out, or use engine="fsdp"'
-        )
-    if par.accumulate == "local" and par.zero_stage >= 2:
-        raise ConfigError(
-            f'parallel.accumulate="local" keeps whole gradients, which zero_stage={par.zero_stage} cannot; '
-            f'use zero_stage=1 or accumulate="reduce"'
         )

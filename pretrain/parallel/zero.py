@@ -72,7 +72,8 @@ def deepspeed_config(cfg: Config, accumulation: int) -> dict[str, Any]:
             "gradient_clipping": cfg.train.grad_clip,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": zero | {"stage": cfg.parallel.zero_stage},
+            # The memory-efficient linear would replace torch.nn.functional.linear for the whole process.
+            "zero_optimization": {"memory_efficient_linear": False} | zero | {"stage": cfg.parallel.zero_stage},
         }
         | ({"torch_autocast": autocast} if cfg.precision.compute == "bf16" else {})
     )
@@ -128,7 +129,8 @@ class ZeroEngine:
             model.tie()
             init_weights(model, cfg.run.seed, cfg.model.n_layers)
             return model
-        with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.float32):
+        # fp32 by the settings, where no 16-bit mode is on; its own dtype argument gives bf16 on CPU (seen with 0.19).
+        with deepspeed.zero.Init(config_dict_or_path=settings):
             model = build_model()
         for name, param in model.named_parameters():
             # Every rank computes the same whole tensor; rank 0's is the one that is partitioned.

@@ -1,0 +1,103 @@
+"""`pretrain`: parse, call, print. Heavy imports wait until a command needs them."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrain.errors import CheckpointError, ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except CheckpointError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except Exception as e:
+        if type(e).__module__ == "data_prep.errors":
+            print(f"error: {e}", file=sys.stderr)
+            return 2
+        raise
+
+
+def parser() -> argparse.ArgumentParser:
+    from pretrain import cli_model
+    from pretrain.plan import cli as cli_plan
+    from pretrain.scaling import cli as cli_scale
+
+    top = argparse.ArgumentParser(
+        prog="pretrain", description="Pretrain Llama models; docs/architecture.md is the map."
+    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    cli_plan.add_parser(commands)
+    cli_model.add_parser(commands)
+    _add_checkpoint(commands)
+    cli_scale.add_parser(commands)
+    return top
+
+
+def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    p = commands.add_parser("train", help="train a config, or go on where its run stopped")
+    p.add_argument("config", metavar="CONFIG.toml")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value")
+    p.add_argument(
+        "--resume",
+        choices=("auto", "never"),
+        default="auto",
+        help="auto: go on from the run's newest whole checkpoint; never: refuse a run that has one",
+    )
+    p.add_argument(
+        "--allow-change",
+        default="",
+        metavar="KEY,KEY",
+        help="settings of train, optimizer, schedule or precision that may differ from the checkpoint's",
+    )
+    p.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from pretrain.config_file import load_config
+
+    cfg = load_config(args.config, args.overrides)
+    if (size := os.environ.get("WORLD_SIZE")) is not None:
+        cfg.layout(int(size))  # refused here, before torch is loaded
+    from pretrain.train.run import run_training
+
+    allowed = {key.strip() for key in args.allow_change.split(",") if key.strip()}
+    return run_training(cfg, resume=args.resume, allow_change=allowed)
+
+
+def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    p = commands.add_parser("checkpoint", help="list, verify or prune the checkpoints of a run")
+    p.add_argument("action", choices=("list", "verify", "prune"))
+    p.add_argument("run_dir", metavar="RUN")
+    p.add_argument("--keep", type=int, default=3, help="prune: newest whole checkpoints to keep (default 3)")
+    p.set_defaults(run=_checkpoint)
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    from pretrain.train import checkpoint_folder as folder
+
+    run = Path(args.run_dir)
+    if not folder.checkpoints_dir(run).is_dir():
+        raise ConfigError(f"{run}: no run folder (it has no checkpoints/)")
+    if args.action == "prune":
+        if args.keep < 1:
+            raise ConfigError(f"--keep {args.keep}: at least one checkpoint stays; set --keep 1 or more")
+        for path in folder.prune(run, args.keep):
+            print(f"removed {path.name}")
+        return 0
+    bad = 0
+    for found in folder.list_checkpoints(run):
+        problem = found.problem or (folder.verify(found.path) if args.action == "verify" else None)
+        bad += problem is not None
+        size = sum(f.stat().st_size for f in found.path.iterdir() if f.is_file())
+        print(f"{found.path.name}  {size / 2**20:10.1f} MiB  {problem or 'whole'}")
+    return 2 if bad and args.action == "verify" else 0

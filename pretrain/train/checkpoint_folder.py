@@ -1,0 +1,214 @@
+"""Checkpoints as folders: RUN/checkpoints/step-00000100, whole or absent. Files, numbers and checksums, no torch.
+
+A save is written to `step-N.partial` beside its place. When every rank's files are there, synced, their sizes and
+SHA-256 stand in manifest.json; then the marker COMPLETE, a rename, and a sync of the parent make it a checkpoint.
+`checkpoint` puts tensors into these folders. Names that are not ours are neither read nor deleted.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pretrain.errors import CheckpointError
+
+MANIFEST, MARKER, META = "manifest.json", "COMPLETE", "train.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = re.compile(r"step-\d{8,}\.(partial|old)")
+FORMAT = 1
+
+
+class Found(NamedTuple):
+    step: int
+    path: Path
+    problem: str | None  # why it is not whole, as far as a look at names and sizes tells
+
+
+def checkpoints_dir(run: Path) -> Path:
+    return run / "checkpoints"
+
+
+def step_dir(run: Path, step: int) -> Path:
+    return checkpoints_dir(run) / f"step-{step:08d}"
+
+
+def list_checkpoints(run: Path) -> list[Found]:
+    """All checkpoints of a run, by step number, oldest first; sizes are looked at, contents are not."""
+    folder = checkpoints_dir(run)
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append(Found(int(match[1]), path, problem_at_a_glance(path)))
+    return sorted(found)
+
+
+def problem_at_a_glance(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files by name and size; None: nothing seen."""
+    try:
+        files = read_manifest(path)
+    except CheckpointError as e:
+        return str(e)
+    if not (path / MARKER).is_file():
+        return f"{MARKER} is missing"
+    for name, entry in files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != entry["bytes"]:
+            return f"{name} has {size:,} bytes, but {MANIFEST} says {entry['bytes']:,}"
+    return None
+
+
+def problem_in_file(path: Path, name: str, entry: dict[str, Any]) -> str | None:
+    """Compare one file with its checksum."""
+    try:
+        actual = sha256_of(path / name)
+    except OSError as e:
+        return f"{name} cannot be read: {e}"
+    return None if actual == entry["sha256"] else f"{name} does not match its SHA-256 in {MANIFEST}"
+
+
+def verify(path: Path) -> str | None:
+    """The first problem of a checkpoint, every byte read; None: whole."""
+    problem = problem_at_a_glance(path)
+    if problem is not None:
+        return problem
+    return next(filter(None, (problem_in_file(path, n, e) for n, e in read_manifest(path).items())), None)
+
+
+def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """File name -> {bytes, sha256}; CheckpointError when it is absent, damaged or names files outside its folder."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        checked = {str(name): {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for name, e in files.items()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{MANIFEST} is damaged ({type(e).__name__}: {e})") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')!r}; this program reads {FORMAT}")
+    for name in checked:
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of this folder")
+    return checked
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """train.json of a checkpoint: step, rows consumed, the config, the data's fingerprint, versions."""
+    try:
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path / META} cannot be read ({type(e).__name__}: {e})") from None
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{path / META} is no JSON object")
+    return meta
+
+
+def partial_dir(run: Path, step: int) -> Path:
+    return step_dir(run, step).with_suffix(".partial")
+
+
+def commit(run: Path, step: int, files: dict[str, dict[str, Any]]) -> Path:
+    """Turn the partial folder of `step` into a checkpoint. A damaged one of the same step gives way to it."""
+    partial, final = partial_dir(run, step), step_dir(run, step)
+    write_synced(partial / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1) + "\n")
+    write_synced(partial / MARKER, "")
+    sync_folder(partial)
+    old = final.with_suffix(".old")
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def remove_leftovers(run: Path) -> list[str]:
+    """Delete what interrupted saves left behind; the names removed."""
+    folder = checkpoints_dir(run)
+    names = sorted(p.name for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
+    for name in names:
+        old = folder / name
+        if name.endswith(".old") and not old.with_suffix("").exists():
+            old.rename(old.with_suffix(""))  # killed between the two renames: it is still the best of this step
+        else:
+            shutil.rmtree(old)
+    return names
+
+
+def prune(run: Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """Delete all whole checkpoints but the newest `keep` and every multiple of `keep_every`; those removed.
+
+    Damaged ones are left where they are, for a person to look at; the newest whole one is always among the kept.
+    """
+    whole = [found for found in list_checkpoints(run) if found.problem is None]
+    removed = []
+    for found in whole[: -max(1, keep)]:
+        if keep_every and found.step % keep_every == 0:
+            continue
+        # Without its marker it is no checkpoint, so a kill half-way through the removal leaves nothing that looks whole.
+        (found.path / MARKER).unlink()
+        shutil.rmtree(found.path)
+        removed.append(found.path)
+    return removed
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """CheckpointError with needed and free bytes when a save would not fit."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder}: a checkpoint needs {needed:,} bytes and {free:,} are free; make room or point run.dir elsewhere"
+        )
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{bytes, sha256} of each file, as the manifest has it."""
+    return {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256_of(folder / n)} for n in names}
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def replace_synced(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    aside = path.with_name(path.name + ".partial")
+    write_synced(aside, text)
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def newest_whole(run: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+    """The newest checkpoint of a run of which every byte is right, for a single process; CheckpointError if none."""
+    for found in reversed(list_checkpoints(run)):
+        problem = found.problem or verify(found.path)
+        if problem is None:
+            return found.path
+        say(f"{found.path.name} is passed over: {problem}")
+    raise CheckpointError(f"{run}: no whole checkpoint; pretrain checkpoint list {run} tells what is there")

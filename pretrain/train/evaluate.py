@@ -1,0 +1,45 @@
+"""Validation: the mean loss over all targets of the validation rows, each counted once, and bits per byte of text."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from pretrain.config import Config
+from pretrain.data.loader import validation_batches
+from pretrain.dist import World
+from pretrain.parallel.engine import Engine
+
+
+def evaluate(
+    cfg: Config, engine: Engine, world: World, dp_rank: int, dp_size: int, hurry: Callable[[], bool]
+) -> dict[str, float] | None:
+    """val_loss (nats a target) and val_bits_per_byte over all validation rows; None when `hurry` said to leave.
+
+    Sums of losses over sums of targets, over batches and ranks alike: never a mean of means. Collective.
+    """
+    micro = cfg.eval.micro_batch_size or cfg.train.micro_batch_size
+    batches = validation_batches(
+        cfg.data, micro_batch_size=micro, dp_rank=dp_rank, dp_world=dp_size, device=world.device
+    )
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+    engine.model.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                if hurry():
+                    return None
+                out = engine.forward(batch)
+                sums[0] += out.cross_entropy
+                sums[1] += out.targets
+    finally:
+        engine.model.train()
+    if dist.is_initialized() and world.size > 1:
+        dist.all_reduce(sums)
+    loss_sum, targets = sums.tolist()
+    return {
+        "val_loss": loss_sum / targets,
+        "val_bits_per_byte": loss_sum / math.log(2) / batches.num_bytes,
+        "val_targets": targets,
+    }

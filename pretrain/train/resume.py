@@ -1,0 +1,62 @@
+"""What may differ between a checkpoint and the run that resumes from it. Pure functions on plain values, no torch."""
+
+from typing import Any
+
+from pretrain.errors import ConfigError
+
+# Changing these makes it another model or another stream of data: refused.
+_FIXED = ("model", "data", "run.seed", "loss.z_loss", "optimizer.name")
+# These bend the course of the run: allowed only by name.
+_BY_NAME = ("train", "optimizer", "schedule", "precision")
+# These say how, not what, to compute: always free.
+_FREE = ("model.attention", "data.prefetch", "data.on_bad_shard", "data.skip", "train.micro_batch_size")
+# Sources are compared by the fingerprint of their contents: a data set may move.
+_FINGERPRINTED = ("data.sources",)
+
+
+def compare_configs(
+    before: dict[str, Any], now: dict[str, Any], allowed: set[str], *, fingerprints: tuple[str, str]
+) -> dict[str, tuple[Any, Any]]:
+    """Changes of course that were allowed by name: key -> (value before, now); ConfigError for any other that matters."""
+    old, new = flatten(before), flatten(now)
+    changed: dict[str, tuple[Any, Any]] = {}
+    refused, unnamed = [], []
+    for key in sorted(old.keys() | new.keys()):
+        pair = (old.get(key), new.get(key))
+        if pair[0] == pair[1] or key in _FREE or _under(key, _FINGERPRINTED):
+            continue
+        if _under(key, _FIXED):
+            refused.append(f"{key}: {pair[0]!r} -> {pair[1]!r}")
+        elif _under(key, _BY_NAME):
+            (changed.__setitem__(key, pair) if key in allowed else unnamed.append(f"{key}: {pair[0]!r} -> {pair[1]!r}"))
+    if fingerprints[0] != fingerprints[1]:
+        refused.append(f"contents of data.sources: fingerprint {fingerprints[0][:12]} -> {fingerprints[1][:12]}")
+    if refused:
+        raise ConfigError(
+            f"this run's checkpoint was trained otherwise: {'; '.join(refused)}; "
+            f"restore these, or start another run with [init] from this checkpoint"
+        )
+    if unnamed:
+        keys = ",".join(text.split(":")[0] for text in unnamed)
+        raise ConfigError(
+            f"this would bend the course of the run: {'; '.join(unnamed)}; "
+            f"restore these, or say so with --allow-change {keys}"
+        )
+    unknown = allowed - set(new)
+    if unknown:
+        raise ConfigError(f"--allow-change {','.join(sorted(unknown))}: no such key")
+    return changed
+
+
+def flatten(tables: dict[str, Any]) -> dict[str, Any]:
+    """{"train": {"steps": 5}} -> {"train.steps": 5}."""
+    return {
+        f"{table}.{key}": value
+        for table, content in tables.items()
+        if isinstance(content, dict)
+        for key, value in content.items()
+    }
+
+
+def _under(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in names)

@@ -1,0 +1,328 @@
+"""One attempt of a run: folder, data, engine, resume, the loop, and the outcome that launchers read.
+
+`run_training` is what `pretrain train` calls on every rank. Decided ends write RUN/outcome.json; a crash writes none and
+leaves its traceback in RUN/logs/rank-N.log.
+"""
+
+import json
+import logging
+import random
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data_prep.errors import DataError
+from pretrain.config import Config, Layout
+from pretrain.data.loader import Loader, has_validation
+from pretrain.dist import World, all_ranks_ok, under_torchrun, world
+from pretrain.errors import AnomalyError, ConfigError
+from pretrain.metrics.hardware import find_device
+from pretrain.metrics.meter import Meter
+from pretrain.metrics.sinks import Sinks, check_sinks, open_sinks
+from pretrain.parallel.build import build_engine, describe_attention
+from pretrain.parallel.engine import Engine, State
+from pretrain.train import checkpoint_folder as folder
+from pretrain.train.checkpoint import Checkpointer, choose, read_state, restore_rng
+from pretrain.train.evaluate import evaluate
+from pretrain.train.optimizer import build_optimizer, describe_groups
+from pretrain.train.resume import compare_configs
+from pretrain.train.run_folder import EXIT_STATUS, Status, open_run_folder, write_outcome
+from pretrain.train.stop import Reason, Stop
+from pretrain.train.trainer import Trainer
+
+
+def run_training(cfg: Config, *, resume: Literal["auto", "never"], allow_change: set[str]) -> int:
+    """Train until a decided end; the process's exit status (0 for every decided end under torchrun)."""
+    run = Path(cfg.run.dir)
+    with world(cfg.run.timeout_seconds) as ranks:
+        layout = cfg.layout(ranks.size)
+        check_sinks(cfg.metrics.sinks)
+        attempt = open_run_folder(cfg, ranks)
+        stop = Stop(run, ranks)
+        with rank_log(run, ranks), stop.listening():
+            reason, step, message = _attempt(cfg, layout, ranks, stop, attempt, resume, allow_change)
+        if ranks.first:
+            write_outcome(run, reason, step, attempt, message)
+            if message:
+                print(f"error: {message}", flush=True)
+    return 0 if under_torchrun() else EXIT_STATUS[reason]
+
+
+def _attempt(
+    cfg: Config, layout: Layout, ranks: World, stop: Stop, attempt: int, resume: str, allow_change: set[str]
+) -> tuple[Status, int, str]:
+    """(reason, step, message) of a decided end; anything else is raised and is a crash."""
+    setup = Setup(cfg, layout, ranks, attempt)
+    try:
+        trainer = setup.trainer(stop, resume, allow_change)
+        reason = trainer.train()
+        stop.honoured()
+        status: Status = "finished" if reason is Reason.none else reason.name  # type: ignore[assignment]
+        if ranks.first:
+            event = {"finished": "finish", "preempted": "preempt"}.get(status, "stop")
+            setup.sinks.event(event, trainer.done, reason=status)
+        return status, trainer.done, ""
+    except (ConfigError, DataError) as e:
+        return "refused", 0, str(e)
+    except AnomalyError as e:
+        return "anomaly", 0, str(e)
+    finally:
+        setup.close()
+
+
+class Setup:
+    """Builds the parts of an attempt in order, and closes what was opened."""
+
+    def __init__(self, cfg: Config, layout: Layout, ranks: World, attempt: int) -> None:
+        self.cfg, self.layout, self.ranks, self.attempt = cfg, layout, ranks, attempt
+        self.run = Path(cfg.run.dir)
+        self.sinks: Sinks = open_sinks(
+            cfg.metrics.sinks,
+            self.run,
+            total_steps=cfg.steps,
+            rank=ranks.rank,
+            run_name=cfg.run.name,
+            config=cfg.model_dump(by_alias=True),
+            wandb_mode=cfg.metrics.wandb_mode,
+            wandb_project=cfg.metrics.wandb_project,
+            wandb_entity=cfg.metrics.wandb_entity,
+        )
+        self.loader: Loader | None = None
+
+    def close(self) -> None:
+        if self.loader is not None:
+            self.loader.close()
+        self.sinks.close()
+
+    def trainer(self, stop: Stop, resume: str, allow_change: set[str]) -> Trainer:
+        cfg, ranks, run = self.cfg, self.ranks, self.run
+        seed_everything(cfg, ranks)
+        self.loader = loader = self._open_data()
+        start = self._starting_point(resume, allow_change, loader.fingerprint)
+        engine = build_engine(cfg, self.layout, ranks, lambda model: build_optimizer(model, cfg.optimizer))
+        self._describe(engine)
+        state = engine.state()
+        if ranks.first:
+            folder.require_room(folder.checkpoints_dir(run), sum(t.numel() * t.element_size() for t in state.values()))
+        origin = self._restore(engine, state, start)
+        del state
+        meter = self._meter(origin)
+        checkpointer = Checkpointer(
+            run, ranks, keep=cfg.checkpoint.keep, keep_every=cfg.checkpoint.keep_every, event=self.sinks.event
+        )
+        if ranks.first:
+            self.sinks.event("start", origin["step"], attempt=self.attempt, world_size=ranks.size)
+        return Trainer(
+            cfg,
+            engine,
+            loader,
+            meter,
+            self.sinks,
+            checkpointer,
+            stop,
+            self._evaluator(engine),
+            self._meta,
+            done=origin["step"],
+            rows_consumed=origin["rows_consumed"],
+            attempt=self.attempt,
+            world=ranks,
+        )
+
+    def _open_data(self) -> Loader:
+        """The loader; every refusal of the data happens here, on all ranks alike."""
+        cfg, error = self.cfg, None
+        try:
+            loader = Loader(
+                cfg.data,
+                seed=cfg.run.seed,
+                rows_per_step=cfg.train.global_batch_size,
+                micro_batch_size=cfg.train.micro_batch_size,
+                dp_rank=self.ranks.rank,
+                dp_world=self.layout.dp,
+                device=self.ranks.device,
+                on_event=lambda event, step, **details: self.sinks.event(event, step, **details),
+            )
+            loader.check_vocab(cfg.model.vocab_size)
+        except (ConfigError, DataError) as e:
+            error = e
+        all_ranks_ok(error, self.ranks)
+        if self.ranks.first:
+            self._copy_tokenizer()
+        return loader
+
+    def _copy_tokenizer(self) -> None:
+        source, target = Path(self.cfg.data.sources[0].path) / "tokenizer", self.run / "tokenizer"
+        if source.is_dir() and not target.exists():
+            shutil.copytree(source, target)
+
+    def _starting_point(self, resume: str, allow_change: set[str], fingerprint: str) -> tuple[Path, str] | None:
+        """The checkpoint to start from and how: ("resume" | "weights" | "all"); None: step 0."""
+        cfg, ranks, run = self.cfg, self.ranks, self.run
+        if ranks.first:
+            for name in folder.remove_leftovers(run):
+                self.sinks.say(f"removed {name}, left by an interrupted save")
+        newest = choose(run, ranks, self.sinks.say)
+        if newest is None:
+            self.sinks.say("no checkpoint in this run yet")
+            if cfg.init.from_ is None:
+                return None
+            source = Path(cfg.init.from_)
+            source = source if (source / folder.MARKER).exists() else folder.newest_whole(source, self.sinks.say)
+            return source, cfg.init.load
+        if resume == "never":
+            raise ConfigError(
+                f"run.dir={cfg.run.dir!r} has {newest.name} and --resume never was given; "
+                f"choose another run.dir or leave --resume out"
+            )
+        meta = folder.read_meta(newest)
+        now = cfg.model_dump(by_alias=True, mode="json")
+        changed = compare_configs(
+            meta["config"], now, allow_change, fingerprints=(meta["data_fingerprint"], fingerprint)
+        )
+        if ranks.first:
+            for key, (before, after) in changed.items():
+                self.sinks.say(f"changed on resume, as allowed: {key} from {before} to {after}")
+            self.sinks.event(
+                "resume", meta["step"], checkpoint=newest.name, changed={k: list(v) for k, v in changed.items()}
+            )
+        return newest, "resume"
+
+    def _restore(self, engine: Engine, state: State, start: tuple[Path, str] | None) -> dict[str, int]:
+        """Fill the engine from the starting point; the counters that go with it."""
+        if start is None:
+            return {"step": 0, "rows_consumed": 0, "tokens": 0, "targets": 0}
+        path, how = start
+        if how == "weights":
+            state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
+        read_state(path, state)
+        engine.load(state)
+        meta = folder.read_meta(path)
+        if how == "resume":
+            restore_rng(path, self.ranks.rank)
+            self.sinks.say(
+                f"resumed from {path.name}: {meta['rows_consumed']:,} rows and {meta['tokens']:,} tokens done"
+            )
+            return {key: int(meta[key]) for key in ("step", "rows_consumed", "tokens", "targets")}
+        self.sinks.say(f"started from {path} ({how})")
+        going_on = self.cfg.init.data == "continue"
+        if going_on and self.loader is not None and meta.get("data_fingerprint") != self.loader.fingerprint:
+            raise ConfigError(
+                'init.data="continue" needs the data that init.from was trained on; set init.data="restart"'
+            )
+        kept = {key: int(meta[key]) if going_on else 0 for key in ("rows_consumed", "tokens", "targets")}
+        return {"step": 0, **kept}
+
+    def _meta(self, trainer: Trainer) -> dict[str, Any]:
+        assert self.loader is not None
+        return {
+            "step": trainer.done,
+            "rows_consumed": trainer.rows_consumed,
+            "tokens": trainer.meter.tokens,
+            "targets": trainer.meter.targets,
+            "attempt": self.attempt,
+            "world_size": self.ranks.size,
+            "engine": self.cfg.parallel.engine,
+            "data_fingerprint": self.loader.fingerprint,
+            "config": self.cfg.model_dump(by_alias=True, mode="json"),
+            "torch": torch.__version__,
+        }
+
+    def _meter(self, origin: dict[str, int]) -> Meter:
+        cfg, ranks = self.cfg, self.ranks
+        peak, why = peak_flops(cfg, ranks.device)
+        self.sinks.say(why)
+        return Meter(
+            cfg.model,
+            seq_len=cfg.data.seq_len,
+            every=cfg.metrics.every,
+            last_step=cfg.steps,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            all_reduce=dist.all_reduce if ranks.size > 1 else None,
+            device=ranks.device,
+            peak_flops=peak,
+            recompute=cfg.activation_checkpoint.mode,
+            recompute_every=cfg.activation_checkpoint.every,
+            attempt=self.attempt,
+            tokens=origin["tokens"],
+            targets=origin["targets"],
+        )
+
+    def _evaluator(self, engine: Engine) -> Any:
+        cfg = self.cfg
+        if not cfg.eval.every:
+            return None
+        if not has_validation(cfg.data):
+            if "every" in cfg.eval.model_fields_set:
+                raise ConfigError(
+                    f"eval.every={cfg.eval.every}, but data.sources have no validation rows; "
+                    f"build them with pretrain-data build --val-fraction, or set eval.every=0"
+                )
+            self.sinks.say("no validation rows in data.sources: nothing to evaluate")
+            return None
+        return lambda hurry: evaluate(cfg, engine, self.ranks, self.ranks.rank, self.layout.dp, hurry)
+
+    def _describe(self, engine: Engine) -> None:
+        cfg, layout, say = self.cfg, self.layout, self.sinks.say
+        say(f"run {cfg.run.name} | {cfg.run.dir} | attempt {self.attempt} | seed {cfg.run.seed}")
+        say(
+            f"layout | {self.ranks.size} ranks: dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} | engine "
+            f"{cfg.parallel.engine}{f' stage {cfg.parallel.zero_stage}' if cfg.parallel.engine == 'zero' else ''} | "
+            f"{layout.accumulation} micro-batches of {cfg.train.micro_batch_size} rows a rank and step"
+        )
+        say(f"attention | {describe_attention(cfg, self.ranks.device)[1]}")
+        say(describe_groups(engine.model, cfg.optimizer.weight_decay))
+
+
+def peak_flops(cfg: Config, device: torch.device) -> tuple[float | None, str]:
+    """FLOP/s of one device for MFU, and the line that says where the number is from."""
+    if cfg.metrics.peak_tflops is not None:
+        return cfg.metrics.peak_tflops * 1e12, f"peak | {cfg.metrics.peak_tflops:g} TFLOP/s, from metrics.peak_tflops"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    known = find_device(name)
+    if known is None:
+        return None, f"peak | unknown for {name!r}, so no MFU; metrics.peak_tflops sets it"
+    return known.bf16_tflops * 1e12, f"peak | {known.bf16_tflops:g} TFLOP/s bf16 dense for {name!r}"
+
+
+def seed_everything(cfg: Config, ranks: World) -> None:
+    """Seed each generator of this rank; weights and data order have seeds of their own and never draw from these."""
+    seed = cfg.run.seed + ranks.rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(cfg.run.deterministic)
+
+
+@contextmanager
+def rank_log(run: Path, ranks: World) -> Iterator[None]:
+    """Append this rank's warnings and, when it fails, its traceback to RUN/logs/rank-N.log."""
+    handler = logging.FileHandler(run / "logs" / f"rank-{ranks.rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    except BaseException:
+        logging.getLogger("pretrain").error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
+        raise
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        handler.close()
+
+
+def read_outcome(run: Path) -> dict[str, Any] | None:
+    """RUN/outcome.json, or None where the last attempt crashed or none has ended."""
+    try:
+        return json.loads((run / "outcome.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None

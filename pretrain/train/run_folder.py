@@ -1,0 +1,150 @@
+"""A run's own folder: resolved config, environment, outcome and attempt number; the check that all ranks see it."""
+
+import datetime
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from pretrain.config import Config
+from pretrain.config_file import dump_config
+from pretrain.dist import World, all_ranks_ok, broadcast_object, host
+from pretrain.errors import ConfigError
+from pretrain.train.checkpoint_folder import replace_synced
+
+Status = Literal["finished", "refused", "anomaly", "preempted", "time_limit", "user"]
+EXIT_STATUS: dict[str, int] = {
+    "finished": 0,
+    "refused": 2,
+    "anomaly": 70,
+    "preempted": 75,
+    "time_limit": 75,
+    "user": 75,
+}
+"""Reason of a decided end -> exit status of a lone process; 75 says: saved, start me again."""
+
+
+def open_run_folder(cfg: Config, world: World) -> int:
+    """Make the folder, refuse another run's, check that every rank sees it; the attempt number (0, then one more)."""
+    run = Path(cfg.run.dir)
+    error: Exception | None = None
+    token, attempt = secrets.token_hex(8), 0
+    if world.first:
+        try:
+            (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (run / "logs").mkdir(exist_ok=True)
+            _refuse_another_run(cfg, run)
+            attempt = next_attempt(run)
+            replace_synced(run / "seen", token)
+        except (OSError, ConfigError) as e:
+            error = e if isinstance(e, ConfigError) else ConfigError(f"run.dir={cfg.run.dir!r} cannot be used: {e}")
+    all_ranks_ok(error, world)
+    token, attempt = broadcast_object((token, attempt), world)
+    try:
+        seen = (run / "seen").read_text()
+    except OSError as e:
+        seen = f"nothing ({e.strerror})"
+    if seen != token:
+        error = ConfigError(
+            f"run.dir={cfg.run.dir!r} is not the same folder on rank {world.rank} ({host()}): rank 0 wrote {token}, "
+            f"here is {seen}; put run.dir on a file system that all nodes share"
+        )
+    all_ranks_ok(error, world)
+    if world.first:
+        (run / "seen").unlink()
+        replace_synced(run / "config.toml", dump_config(cfg))
+        replace_synced(run / "environment.json", json.dumps(environment(cfg, world), indent=1) + "\n")
+        (run / "outcome.json").unlink(missing_ok=True)
+    return attempt
+
+
+def next_attempt(run: Path) -> int:
+    """One more than the last start that events.jsonl knows of."""
+    last = -1
+    try:
+        with open(run / "events.jsonl", encoding="utf-8") as f:
+            for line in f:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue  # a line cut by a crash
+                if record.get("event") == "start":
+                    last = max(last, int(record.get("attempt", last)))
+    except FileNotFoundError:
+        pass
+    return last + 1
+
+
+def write_outcome(run: Path, reason: Status, step: int, attempt: int, message: str = "") -> None:
+    """How this attempt ended, for launchers and people."""
+    outcome: dict[str, Any] = {
+        "status": EXIT_STATUS[reason],
+        "reason": reason,
+        "step": step,
+        "attempt": attempt,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    if message:
+        outcome["message"] = message
+    replace_synced(run / "outcome.json", json.dumps(outcome) + "\n")
+
+
+def environment(cfg: Config, world: World) -> dict[str, Any]:
+    """What this start ran on: versions, host, code revision, seed."""
+    packages = ("torch", "deepspeed", "numpy", "datasets", "wandb", "sentencepiece", "tokenizers", "tiktoken")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": versions,
+        "host": host(),
+        "platform": platform.platform(),
+        "device": str(world.device),
+        "world_size": world.size,
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "slurm": {
+            k: v for k, v in os.environ.items() if k in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
+        },
+        "git": git_revision(),
+        "seed": cfg.run.seed,
+    }
+
+
+def git_revision() -> dict[str, Any] | None:
+    """Revision of the code that runs, and whether it was changed since; None outside a repository."""
+    here = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _refuse_another_run(cfg: Config, run: Path) -> None:
+    try:
+        name = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("run", {}).get("name")
+    except FileNotFoundError:
+        return
+    except (OSError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError(f"{run / 'config.toml'} cannot be read ({e}); choose another run.dir") from None
+    if name != cfg.run.name:
+        raise ConfigError(
+            f"run.dir={cfg.run.dir!r} holds the run named {name!r}, not run.name={cfg.run.name!r}; choose another run.dir"
+        )
