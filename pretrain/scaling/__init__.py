@@ -1,0 +1,1 @@
+"""Scaling experiments: ladders of small runs, laws fitted to them, predictions with intervals."""

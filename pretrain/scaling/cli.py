@@ -1,0 +1,129 @@
+"""The `pretrain scale` commands: parse, call, print. Everything heavy is imported by the command that needs it."""
+
+import argparse
+import json
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `scale` and its commands; each parsed namespace has `func`, which takes it and returns the exit status."""
+    scale = subparsers.add_parser("scale", help="design, fit and ask scaling laws")
+    commands = scale.add_subparsers(dest="scale_command", required=True)
+    _add_fit(commands)
+    _add_predict(commands)
+    plot = commands.add_parser("plot", help="pictures and one page of a fit")
+    plot.add_argument("fit", help="FIT.json of pretrain scale fit --out")
+    plot.add_argument("table", help="the table that it was fitted on")
+    plot.add_argument("--out", required=True, help="folder for PNG, SVG and index.html")
+    plot.set_defaults(func=_plot)
+
+
+def _add_fit(commands: Any) -> None:
+    fit = commands.add_parser("fit", help="a law with intervals from a table of runs")
+    fit.add_argument("table", help="CSV, JSON lines or parquet with one row a run")
+    fit.add_argument("--params", required=True, metavar="COL", help="column of parameters")
+    fit.add_argument("--tokens", required=True, metavar="COL", help="column of tokens trained on, repeats included")
+    fit.add_argument("--loss", required=True, metavar="COL", help="column of final losses")
+    fit.add_argument("--unique", metavar="COL", help="column of different tokens, for runs that repeat data")
+    fit.add_argument("--flops", metavar="COL", help="column of training FLOPs, to find IsoFLOP budgets")
+    fit.add_argument(
+        "--group", metavar="COL", help="rows with one value here come from one run and are resampled together"
+    )
+    fit.add_argument("--where", metavar="EXPR", help='rows to use, such as "loss < 4 and not largest(loss, 5)"')
+    fit.add_argument("--form", default="chinchilla", help="chinchilla, overtrained, repetition, params, tokens or auto")
+    fit.add_argument("--params-unit", type=float, metavar="X", help="params are counted in X, such as 1e6")
+    fit.add_argument("--tokens-unit", type=float, metavar="X", help="tokens are counted in X, such as 1e9")
+    fit.add_argument("--flops-factor", type=float, default=6.0, metavar="K", help="FLOPs = K x params x tokens (6)")
+    fit.add_argument("--bootstrap", type=int, default=1000, metavar="N", help="replicates behind the intervals (1000)")
+    fit.add_argument("--seed", type=int, default=0, help="of the replicates; the law itself does not depend on it")
+    fit.add_argument("--out", metavar="FIT.json", help="write everything here, for predict and plot")
+    fit.add_argument("--json", action="store_true", help="print the JSON instead of words, without replicates")
+    fit.set_defaults(func=_fit)
+
+
+def _add_predict(commands: Any) -> None:
+    predict = commands.add_parser("predict", help="loss of a planned run, or the best run for a budget or loss")
+    predict.add_argument("fit", help="FIT.json of pretrain scale fit --out")
+    predict.add_argument("--params", type=float, metavar="N")
+    predict.add_argument("--tokens", type=float, metavar="D")
+    predict.add_argument(
+        "--flops", type=float, metavar="C", help="training FLOPs, inference included where it is given"
+    )
+    predict.add_argument("--loss", type=float, metavar="L", help="the cheapest run that reaches this loss")
+    predict.add_argument(
+        "--inference-tokens", type=float, default=0.0, metavar="T", help="tokens served in the model's life"
+    )
+    predict.add_argument(
+        "--unique-tokens", type=float, metavar="U", help="different tokens there are (repetition form)"
+    )
+    predict.add_argument("--json", action="store_true")
+    predict.set_defaults(func=_predict)
+
+
+def _fit(args: argparse.Namespace) -> int:
+    from pretrain.errors import ConfigError
+    from pretrain.scaling.report import fit_report
+    from pretrain.scaling.saved import write_fit
+    from pretrain.scaling.study import Question, study
+    from pretrain.scaling.table import read_table
+
+    if args.bootstrap < 0 or 0 < args.bootstrap < 20:
+        raise ConfigError(f"--bootstrap {args.bootstrap} is too few for an interval; take 200 or more, or 0 for none")
+    given = {"params": args.params_unit, "tokens": args.tokens_unit}
+    names = (
+        "params",
+        "tokens",
+        "loss",
+        "unique",
+        "flops",
+        "group",
+        "where",
+        "form",
+        "flops_factor",
+        "bootstrap",
+        "seed",
+    )
+    ask = Question(
+        **{name: getattr(args, name) for name in names},
+        units={role: unit for role, unit in given.items() if unit is not None},
+    )
+    content = study(read_table(args.table), ask)
+    if args.out:
+        write_fit(args.out, content)
+    if args.json:
+        print(json.dumps({key: value for key, value in content.items() if key not in ("replicates", "residuals")}))
+    else:
+        print(fit_report(content) + (f"\nwritten to {args.out}" if args.out else ""))
+    return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from pretrain.errors import ConfigError
+    from pretrain.scaling.predict import predict_budget, predict_run, predict_target
+    from pretrain.scaling.report import prediction_report
+    from pretrain.scaling.saved import read_fit
+
+    run = args.params is not None and args.tokens is not None
+    if run + (args.flops is not None) + (args.loss is not None) != 1 or (args.params is None) != (args.tokens is None):
+        raise ConfigError("say one of: --params N --tokens D (a run), --flops C (a budget), --loss L (a target)")
+    fit = read_fit(args.fit)
+    if run:
+        if args.inference_tokens:
+            raise ConfigError("--inference-tokens has no effect beside --params and --tokens; use --flops or --loss")
+        answer = predict_run(fit, args.params, args.tokens, unique=args.unique_tokens)
+    elif args.flops is not None:
+        answer = predict_budget(fit, args.flops, inference_tokens=args.inference_tokens, unique=args.unique_tokens)
+    else:
+        answer = predict_target(fit, args.loss, inference_tokens=args.inference_tokens)
+    print(json.dumps(answer) if args.json else prediction_report(answer, fit.content["formula"]))
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from pretrain.scaling.plot import plot_fit
+    from pretrain.scaling.saved import read_fit
+    from pretrain.scaling.table import read_table
+
+    for path in plot_fit(read_fit(args.fit), read_table(args.table), args.out):
+        print(path)
+    return 0

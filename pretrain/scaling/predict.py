@@ -1,0 +1,138 @@
+"""Questions to a saved law: the loss of a planned run, the best split of a budget, the cheapest run to a loss.
+
+Two intervals are told apart. `law_interval` holds the law's own loss, uncertain because the points are few; `interval`
+holds what a run would measure, so it has the scatter of the fitted runs too, and is widened by the factor by which the
+law missed the largest runs when they were left out. Both at 90 %.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from pretrain.errors import ConfigError
+from pretrain.scaling.fit import interval
+from pretrain.scaling.holdout import run_draws
+from pretrain.scaling.huber import Array
+from pretrain.scaling.laws import Laws
+from pretrain.scaling.saved import SavedFit
+
+
+def predict_run(fit: SavedFit, params: float, tokens: float, *, unique: float | None = None) -> dict[str, Any]:
+    """Loss of a run with its intervals, and what more tokens or parameters would be worth there."""
+    _both_terms(fit, params=params, tokens=tokens)
+    if unique is not None and not fit.form.repetition:
+        raise ConfigError(f"--unique-tokens has no effect on form {fit.form.name!r}; fit with --form repetition")
+    flops = fit.flops_factor * params * tokens
+    return (
+        {"params": params, "tokens": tokens, "flops": flops}
+        | _loss(fit, params, tokens, unique)
+        | {
+            "marginal": marginal(fit.law, params, tokens, unique),
+            "times_largest_flops": flops / fit.content["range"]["flops"][1],
+        }
+    )
+
+
+def predict_budget(
+    fit: SavedFit, flops: float, *, inference_tokens: float = 0.0, unique: float | None = None
+) -> dict[str, Any]:
+    """The best run for `flops` of training, or of training and inference together, with intervals for its size."""
+    _both_terms(fit, flops=flops)
+    if not (fit.form.uses_params and fit.form.uses_tokens):
+        raise ConfigError(
+            f"form {fit.form.name!r} has one term only, so it cannot split a budget; fit --form chinchilla"
+        )
+    ask = {"factor": fit.flops_factor, "inference_tokens": inference_tokens, "unique": unique}
+    best, drawn = fit.law.optimum(flops, **ask), fit.replicates.optimum(flops, **ask)  # type: ignore[arg-type]
+    params, tokens = float(best.params[0]), float(best.tokens[0])
+    training = fit.flops_factor * params * tokens
+    out = {
+        "flops": flops,
+        "params": params,
+        "params_interval": interval(drawn.params),
+        "tokens": tokens,
+        "tokens_interval": interval(drawn.tokens),
+        "tokens_per_param": tokens / params,
+        **_loss(fit, params, tokens, unique),
+        "marginal": marginal(fit.law, params, tokens, unique),
+        "times_largest_flops": training / fit.content["range"]["flops"][1],
+    }
+    if inference_tokens:
+        plain, _ = fit.law.cheapest(float(best.loss[0]), factor=fit.flops_factor)
+        alone = float((plain.params * (fit.flops_factor * plain.tokens + 2.0 * inference_tokens))[0])
+        out |= {
+            "training_flops": training,
+            "inference_flops": 2.0 * params * inference_tokens,
+            "inference_tokens": inference_tokens,
+            "compute_optimal_params": float(plain.params[0]),  # the size of equal loss if inference were free
+            "saving": 1.0 - flops / alone,  # of total FLOPs, against that size
+        }
+    return out
+
+
+def predict_target(fit: SavedFit, loss: float, *, inference_tokens: float = 0.0) -> dict[str, Any]:
+    """The cheapest run to reach a loss, training and expected inference counted."""
+    if not (fit.form.uses_params and fit.form.uses_tokens) or fit.form.repetition:
+        raise ConfigError(f"form {fit.form.name!r} cannot answer --loss; fit --form chinchilla or overtrained")
+    floor = float(np.exp(fit.law.column("log_E")[0]))
+    if loss <= floor:
+        raise ConfigError(f"--loss {loss:g} is not above the law's E={floor:.4f}: no run reaches it")
+    best, cost = fit.law.cheapest(loss, factor=fit.flops_factor, inference_tokens=inference_tokens)
+    drawn, costs = fit.replicates.cheapest(loss, factor=fit.flops_factor, inference_tokens=inference_tokens)
+    params, tokens = float(best.params[0]), float(best.tokens[0])
+    return {
+        "loss": loss,
+        "flops": float(cost[0]),
+        "flops_interval": interval(costs),
+        "params": params,
+        "params_interval": interval(drawn.params),
+        "tokens": tokens,
+        "tokens_interval": interval(drawn.tokens),
+        "tokens_per_param": tokens / params,
+        "training_flops": fit.flops_factor * params * tokens,
+        "inference_flops": 2.0 * params * inference_tokens,
+        "marginal": marginal(fit.law, params, tokens, None),
+    }
+
+
+def marginal(law: Laws, params: float, tokens: float, unique: float | None = None) -> dict[str, float]:
+    """What twice the tokens, twice the parameters and a billion more tokens would change the loss by."""
+    unique_now = None if unique is None else min(unique, tokens)
+    here = law.loss(params, tokens, unique_now)[0]
+    twice_tokens = float(law.loss(params, 2 * tokens, unique)[0] - here)
+    twice_params = float(law.loss(2 * params, tokens, unique_now)[0] - here)
+    step = 1e-4 * tokens
+    slope = float(
+        (law.loss(params, tokens + step, unique)[0] - law.loss(params, tokens - step, unique)[0]) / (2 * step)
+    )
+    return {
+        "loss_of_doubling_tokens": twice_tokens,
+        "loss_of_doubling_params": twice_params,
+        "loss_of_1e9_more_tokens": 1e9 * slope,
+        # Above 1 the next FLOP is better spent on tokens, below 1 on parameters.
+        "tokens_over_params": twice_tokens / twice_params if twice_params else float("inf"),
+    }
+
+
+def _loss(fit: SavedFit, params: float, tokens: float, unique: float | None) -> dict[str, Any]:
+    if fit.form.repetition and unique is None:
+        unique = tokens
+    loss = float(fit.law.loss(params, tokens, unique)[0])
+    if not len(fit.replicates.rows):
+        return {"loss": loss, "interval": None, "law_interval": None}
+    asked: tuple[Array, Array] = np.array([params]), np.array([tokens])
+    fresh = None if unique is None else np.array([unique])
+    runs = run_draws(
+        fit.replicates, fit.residuals, len(fit.form.free), *asked, fresh, at=np.array([loss]), widen=fit.widen
+    )
+    return {
+        "loss": loss,
+        "interval": interval(runs[:, 0]),
+        "law_interval": interval(fit.replicates.loss(*asked, fresh)[:, 0]),
+    }
+
+
+def _both_terms(fit: SavedFit, **values: float) -> None:
+    for name, value in values.items():
+        if not np.isfinite(value) or value <= 0:
+            raise ConfigError(f"--{name} {value:g} is no positive number")
