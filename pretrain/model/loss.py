@@ -28,17 +28,19 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
     The products run in hidden's dtype; softmax, loss and the accumulation of the weight's gradient over chunks in fp32
     (fp64 for fp64 inputs). z-loss is `z_loss` x the sum of logsumexp² (PaLM, arXiv:2204.02311, section 5).
     """
-    total, cross_entropy, z = _LinearCrossEntropy.apply(hidden, weight, labels, chunks, z_loss)
+    # autograd.Function.forward sees gradients off and `needs_input_grad` on, also under no_grad: so it is told.
+    learns = torch.is_grad_enabled()
+    total, cross_entropy, z = _LinearCrossEntropy.apply(hidden, weight, labels, chunks, z_loss, learns)
     return LossSums(total, cross_entropy, z, (labels != IGNORE).sum())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, z_loss: float
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, z_loss: float, learns: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        need_hidden, need_weight = (learns and need for need in ctx.needs_input_grad[:2])
         head = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
@@ -66,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return cross_entropy + z, cross_entropy, z
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         scale = grads[0]
         grad_hidden, grad_weight = ctx.saved_tensors
         weight_dtype = ctx.weight_dtype
@@ -75,13 +77,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = grad_hidden.mul_(scale)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(scale).to(weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunk_loss(logits: Tensor, labels: Tensor, z_loss: float, sums: Tensor, *, need_grad: bool) -> Tensor | None:
     """Add this chunk's sums to `sums` (cross-entropy, z); the gradient by the logits, written over them."""
     valid = labels != IGNORE
-    index = labels.clamp(min=0).unsqueeze(1)
+    index = labels.masked_fill(~valid, 0).unsqueeze(1)
     peak = logits.amax(dim=1, keepdim=True)
     picked = logits.gather(1, index).squeeze(1)
     exponentials = logits.sub_(peak).exp_()
