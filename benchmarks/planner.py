@@ -57,14 +57,15 @@ def torchtitan_rows() -> list[Row]:
 
     def row(name: str, preset: str, tokens: float, gib: float | None, seq_len: int = 8192, **layout: Any) -> Row:
         model = ModelConfig.model_validate({"preset": preset})
-        settings = {"device": h100, "loss_chunks": 1, "software": TITAN_COMPILED} | layout
+        settings: dict[str, Any] = {"device": h100, "loss_chunks": 1, "software": TITAN_COMPILED} | layout
         if settings.get("compute") == "fp8":
             settings["gather_bytes"] = 1
         return Row(name, "torchtitan", Job(model=model, seq_len=seq_len, **settings), tokens, gib)
 
     small, large = "llama3.1_8b", "llama3.1_70b"
-    eager, fp8 = {"software": TITAN_EAGER}, {"compute": "fp8"}
-    large_layout = {"dp_shard": 32, "tp": 8, "micro_batch": 16, "recompute": "full"}
+    eager: dict[str, Any] = {"software": TITAN_EAGER}
+    fp8: dict[str, Any] = {"compute": "fp8"}
+    large_layout: dict[str, Any] = {"dp_shard": 32, "tp": 8, "micro_batch": 16, "recompute": "full"}
     return [
         row("8B, 8 GPUs, eager", small, 5762, 82.4, dp_shard=8, micro_batch=2, **eager),
         row("8B, 8 GPUs, compile", small, 6667, 77.0, dp_shard=8, micro_batch=2),
@@ -107,12 +108,12 @@ def megatron_rows() -> list[Row]:
 
 
 def ultrascale_rows(path: Path) -> list[Row]:
-    sizes = {
+    sizes: dict[str, dict[str, Any]] = {
         "1.34B": {"d_model": 2048, "n_layers": 16, "n_heads": 16, "d_ff": 8192, "tie_embeddings": True},
         "8.86B": {"d_model": 4096, "n_layers": 32, "n_heads": 32, "d_ff": 14336, "tie_embeddings": False},
     }
     rows = []
-    for line in csv.DictReader(path.open()):
+    for line in csv.DictReader(path.read_text().splitlines()):
         size = sizes[line["model"]]
         model = SimpleNamespace(vocab_size=131_072, head_dim=128, n_kv_heads=size["n_heads"], **size)
         dp, tp, pp, zero = (int(line[key]) for key in ("dp", "tp", "pp", "zero"))

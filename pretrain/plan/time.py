@@ -12,9 +12,16 @@ from pretrain.metrics.flops import parameter_counts
 from pretrain.plan import network
 from pretrain.plan.job import Job
 
-# Share of the dense bf16 peak that a large matmul alone reaches at the full board power of its generation.
-# Hopper: 770-800 TFLOP/s on 8192^3 with random data on an H200. Ampere: cuBLAS reaches 255-270 of 312.
-_REACHABLE = {"a100": (0.84, 400.0), "h": (0.79, 700.0), "g": (0.79, 700.0), "b": (0.75, 1000.0)}
+# By device name: the share of the dense bf16 peak that a large matmul alone reaches at the full board power of the
+# generation, that power in watts, and its peak. Hopper: 770-800 TFLOP/s on 8192^3 with random data on an H200;
+# Ampere: cuBLAS reaches 255-270 of 312; Blackwell: assumed.
+_GENERATIONS = (
+    ("a100", 0.84, 400.0, 312e12),
+    ("gh", 0.79, 700.0, 989.4e12),
+    ("h", 0.79, 700.0, 989.4e12),
+    ("gb", 0.75, 1200.0, 2500e12),
+    ("b", 0.75, 1000.0, 2250e12),
+)
 
 
 @dataclass(frozen=True)
@@ -175,17 +182,14 @@ class _Layer:
 
 
 def matmul_rate(job: Job, rates: Rates = RATES) -> float:
-    """FLOP/s that one large bf16 matmul reaches on the job's device at its board power."""
+    """FLOP/s that one large matmul reaches on the job's device at its board power (fp8 counts as bf16 here)."""
     name = job.device.name
-    share, full_watts = next(v for prefix, v in _REACHABLE.items() if name.startswith(prefix))
+    share, full_watts, full_peak = next(rest for prefix, *rest in _GENERATIONS if name.startswith(prefix))
+    if job.compute == "fp32":
+        return share * _peak(job)
+    # A board with a lower peak is rated at its own clocks already: power limits the chip, not the rating.
     power = min(1.0, job.device.watts / full_watts) ** rates.power_exponent
-    nominal = share * _peak(job)
-    # A board with a lower peak is rated at its own clocks already: the power factor is of the chip's best.
-    return min(nominal, share * power * _full_peak(name)) if job.compute != "fp32" else nominal
-
-
-def _full_peak(name: str) -> float:
-    return {"a": 312e12, "h": 989.4e12, "g": 989.4e12, "b": 2250e12}[name[0]]
+    return share * min(_peak(job), power * full_peak)
 
 
 def _peak(job: Job) -> float:
