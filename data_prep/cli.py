@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--out", required=True, metavar="DIR")
         if name == "import":
             sub.add_argument("--tokenizer", required=True, metavar="PATH", help="the one that made the tokens")
+            sub.add_argument("--val", metavar="PATH", help="file or folder of the validation split")
             _packing_options(sub, required=False)
     return parser
 
@@ -213,7 +214,15 @@ def _inspect(args: argparse.Namespace) -> None:
 def _import(args: argparse.Namespace) -> None:
     from data_prep.convert import import_dataset
 
-    import_dataset(args.format, args.path, args.out, args.tokenizer, seq_len=args.seq_len, packing=args.packing)
+    import_dataset(
+        args.format,
+        args.path,
+        args.out,
+        args.tokenizer,
+        val=args.val,
+        seq_len=args.seq_len,
+        packing=args.packing,
+    )
     _print_stats(args.out)
 
 

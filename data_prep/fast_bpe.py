@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_prep import tokenizer as tk
-from data_prep.tokenizer_hf import BYTE_OF_CHAR, KNOWN_PATTERNS, cut_of, pattern_of
+from data_prep.tokenizer_hf import BYTE_OF_CHAR, KNOWN_PATTERNS, pattern_of
 
 
 def accelerate(tokenizer: tk.Tokenizer, texts: Iterable[str] = ()) -> str:
@@ -68,7 +68,7 @@ def use_tiktoken(tokenizer: tk.Tokenizer) -> Any:
         found = encoding.encode_to_numpy(text, allowed_special=matched_set, disallowed_special=())
         return found if same else id_of_rank[found]
 
-    return tk.in_chunks(encode, cut_of(spec))
+    return tk.in_chunks(encode, tokenizer.cut)
 
 
 def why_not(spec: dict[str, Any]) -> str | None:

@@ -57,7 +57,8 @@ class Tokenizer:
         vocab_size: int,
         special: Special,
         special_tokens: dict[str, int],
-        encode_ordinary: Callable[[str], np.ndarray],
+        encode: Callable[[str], np.ndarray],
+        cut: re.Pattern[str] | None,
         decode_ids: Callable[[list[int]], str],
         token_bytes: Callable[[int], bytes],
         engine: str,
@@ -69,7 +70,8 @@ class Tokenizer:
         self.bos_id, self.eos_ids, self.pad_id = special
         self.eos_id = self.eos_ids[0] if self.eos_ids else None
         self.special_tokens = special_tokens
-        self.encode_ordinary = encode_ordinary
+        self.cut = cut  # where a long text may be cut without changing its ids; None: nowhere
+        self.encode_ordinary = in_chunks(encode, cut)
         self.token_bytes = token_bytes
         self.engine = engine  # which library encodes: sentencepiece | tiktoken | tokenizers
         self.spec = spec  # the parsed tokenizer.json, for `fast_bpe`
@@ -220,7 +222,8 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
         vocab_size=processor.GetPieceSize(),
         special=Special(ids["bos"], eos, ids["pad"]),
         special_tokens={processor.IdToPiece(i): i for i in controls},
-        encode_ordinary=in_chunks(encode, _sentencepiece_cut(processor)),
+        encode=encode,
+        cut=_sentencepiece_cut(processor),
         decode_ids=processor.DecodeIds,
         token_bytes=token_bytes,
         engine="sentencepiece",
@@ -289,7 +292,8 @@ def _load_tiktoken(path: Path) -> Tokenizer:
         vocab_size=len(ranks) + len(special_tokens),
         special=Special(special_tokens["<|begin_of_text|>"], (end, turn), None),
         special_tokens=special_tokens,
-        encode_ordinary=in_chunks(encode, CUT_BEFORE_BLANK),
+        encode=encode,
+        cut=CUT_BEFORE_BLANK,
         decode_ids=encoding.decode,
         token_bytes=encoding.decode_single_token_bytes,
         engine="tiktoken",

@@ -20,7 +20,6 @@ from data_prep.tokenizer import (
     Special,
     Tokenizer,
     ids_array,
-    in_chunks,
     sidecars_of,
 )
 
@@ -84,7 +83,8 @@ def load_huggingface(path: Path) -> Tokenizer:
         vocab_size=max([*vocabulary.values(), *declared]) + 1,
         special=_special_ids(path, spec, vocabulary, sidecars),
         special_tokens=added,
-        encode_ordinary=in_chunks(encode, cut_of(spec)),
+        encode=encode,
+        cut=_cut_of(spec),
         decode_ids=lambda ids: library.decode(ids, skip_special_tokens=False),
         token_bytes=token_bytes,
         engine="tokenizers",
@@ -122,7 +122,7 @@ def pattern_of(spec: dict[str, Any]) -> str | None:
     return first["pattern"]["Regex"]
 
 
-def cut_of(spec: dict[str, Any]) -> re.Pattern[str] | None:
+def _cut_of(spec: dict[str, Any]) -> re.Pattern[str] | None:
     """Where a text may be cut without changing the ids of a tokenizer.json; None: nowhere that we know of."""
     if spec["normalizer"] is not None or pattern_of(spec) not in KNOWN_PATTERNS:
         return None
