@@ -24,7 +24,6 @@ FIELDS_AT = 128  # the container's own fields end before; the kind's fields star
 _HEAD = struct.Struct("<8sIIIIQ32s")  # magic, version, header CRC, block bytes, table CRC, payload bytes, SHA-256
 _HEADER_CRC_AT = 12
 _CRC = np.dtype("<u4")
-_UNKNOWN, _GOOD, _BAD = 0, 1, 2
 
 
 class BlockWriter:
@@ -78,7 +77,7 @@ class BlockWriter:
         struct.pack_into("<I", header, _HEADER_CRC_AT, zlib.crc32(header))
         self._file.seek(0)
         self._file.write(header)
-        _sync_and_rename(self._file, self._temporary, self.path)
+        _rename(self._file, self._temporary, self.path, sync=True)
         self._file = None
         return self._sha.hexdigest()
 
@@ -124,7 +123,8 @@ class BlockFile:
             raise DataError(f"{self.path}: cannot be opened as {kind}: {error.strerror or error}") from error
         self.sha256 = sha256.hex()
         self.fields = header[FIELDS_AT:]
-        self.seen = np.zeros(self.blocks, np.uint8)  # of each block: unknown, good or bad
+        self.proven = np.zeros(self.blocks, bool)  # blocks whose CRC was found right
+        self._bad: set[int] = set()
         self._crcs: np.ndarray | None = None
 
     def _parse(self, header: bytes, magic: bytes, version: int, kind: str) -> tuple:
@@ -148,22 +148,28 @@ class BlockFile:
     def check(self, first: np.ndarray, last: np.ndarray) -> None:
         """Proves the blocks under the byte ranges [first[i], last[i]] of the payload, each block once in the
         file's life in this process. A block that fails, now or before, raises DataError."""
-        low, high = np.asarray(first) // self.block_bytes, np.asarray(last) // self.block_bytes
-        # Ranges are nearly always shorter than a block; longer ones take the loop.
-        if (self.seen[low] & self.seen[high] & _GOOD).all() and (high - low).max(initial=0) < 2:
+        low, high = first // self.block_bytes, last // self.block_bytes
+        if self.proven[low].all() and self.proven[high].all() and (high - low).max(initial=0) < 2:
             return
         for begin, end in zip(low.tolist(), high.tolist(), strict=True):
             for block in range(begin, end + 1):
-                if self.seen[block] != _GOOD:
+                if not self.proven[block]:
                     self._check_block(block)
+
+    def check_at(self, at: np.ndarray) -> None:
+        """The same for single bytes."""
+        blocks = at // self.block_bytes
+        if not self.proven[blocks].all():
+            for block in blocks[~self.proven[blocks]].tolist():
+                self._check_block(block)
 
     def verify(self) -> None:
         """Every block's CRC, the table's own, and the payload's SHA-256."""
         sha = hashlib.sha256()
-        for block in range(self.blocks):
-            self.seen[block] = _UNKNOWN
-            sha.update(self._check_block(block))
         self._table()
+        self._bad.clear()
+        for block in range(self.blocks):
+            sha.update(self._check_block(block))
         if sha.hexdigest() != self.sha256:
             raise DataError(f"{self.path}: its payload does not have the SHA-256 that its header states")
 
@@ -171,21 +177,21 @@ class BlockFile:
         start = block * self.block_bytes
         size = min(self.block_bytes, self.payload_bytes - start)
         data = b""
-        if self.seen[block] != _BAD:
+        if block not in self._bad:
             # Read, not mapped: one request to the disk, and a failing disk is an error rather than a SIGBUS.
             try:
                 with self.path.open("rb", buffering=0) as file:
                     data = os.pread(file.fileno(), size, HEADER_BYTES + start)
             except OSError as error:
                 raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-            good = len(data) == size and zlib.crc32(data) == int(self._table()[block])
-            self.seen[block] = _GOOD if good else _BAD
-        if self.seen[block] == _BAD:
+        if len(data) != size or zlib.crc32(data) != int(self._table()[block]):
+            self._bad.add(block)
             begin = HEADER_BYTES + start
             raise DataError(
                 f"{self.path}: bytes {begin} to {begin + size - 1} (block {block} of {self.blocks}) fail their "
                 "checksum; the file was damaged after it was written: copy or build it again"
             )
+        self.proven[block] = True
         return data
 
     def _table(self) -> np.ndarray:
@@ -198,28 +204,34 @@ class BlockFile:
 
 
 @contextlib.contextmanager
-def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A binary file that appears under its name complete and synced, or not at all."""
+def whole_file(path: str | Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A binary file that appears under its name complete, or not at all; if `durable`, also after a power cut."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     file = temporary.open("wb")
     try:
         yield file
-        _sync_and_rename(file, temporary, path)
+        _rename(file, temporary, path, sync=durable)
     except BaseException:
         file.close()
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _sync_and_rename(file: BinaryIO, temporary: Path, path: Path) -> None:
+def _rename(file: BinaryIO, temporary: Path, path: Path, *, sync: bool) -> None:
     file.flush()
-    os.fsync(file.fileno())
+    if sync:
+        os.fsync(file.fileno())
     file.close()
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must survive a power cut
+    if sync:
+        sync_folder(path.parent)  # the rename itself must survive a power cut
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)

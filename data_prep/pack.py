@@ -15,7 +15,8 @@ from data_prep.errors import DataError
 from data_prep.row_index import Packing, PackingInfo, RowIndexWriter, index_path, shards_hash
 from data_prep.shard import Manifest, Shard, shard_path
 
-WINDOW = 1 << 20  # pieces packed together: about 100 MB of memory, and padding far below one row in a thousand
+WINDOW = 1 << 20  # pieces packed together at most: about 200 MB of memory, padding far below one row in a thousand
+LEAST_WINDOW = 1 << 16  # with this many, a window ends where its shard does, so that rows touch one file
 _POOL_ITEMS = 512  # pieces that are packed a second time, by exact sums, where best-fit left a row too many
 
 
@@ -169,7 +170,7 @@ class _Counts:
 def _windows(
     folder: str | Path, manifest: Manifest, split: str, seq_len: int, counts: _Counts
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(first token, document lengths) of runs of documents with at most WINDOW pieces, or of one document."""
+    """(first token, document lengths) of runs of documents with WINDOW pieces at most, or of one document."""
     held, first = np.empty(0, np.int64), 0
     for info in manifest.shards(split):
         shard = Shard(shard_path(folder, info))
@@ -196,6 +197,10 @@ def _windows(
                 yield first, held[:cut]
                 first += int(held[:cut].sum())
                 held = held[cut:]
+        if len(held) and pieces[-1] >= LEAST_WINDOW:
+            yield first, held
+            first += int(held.sum())
+            held = held[:0]
     if len(held):
         yield first, held
 

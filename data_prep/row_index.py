@@ -90,7 +90,7 @@ class RowIndex:
         packing, _, *numbers, shards = _FIELDS.unpack_from(self.file.fields)
         if packing >= len(get_args(Packing)):
             raise DataError(f"{self.path}: has an unknown packing, number {packing}")
-        self.info = PackingInfo(get_args(Packing)[packing], *numbers, shards_hash=shards.hex())
+        self.info = PackingInfo(get_args(Packing)[packing], *[*numbers, shards.hex()])
         rows, pieces, windows = self.info.rows, self.info.pieces, self.info.windows
         best_fit = self.info.packing == "best_fit"
         self._at, end = {}, 0
@@ -116,8 +116,7 @@ class RowIndex:
     def look_up(self, name: str, indices: np.ndarray) -> np.ndarray:
         """int64 values of one array, the blocks they lie in checked once."""
         offset, width = self._at[name]
-        at = offset + indices * width
-        self.file.check(at, at)
+        self.file.check_at(offset + indices * width)
         return getattr(self, name)[indices].astype(np.int64)
 
 

@@ -20,6 +20,7 @@ from data_prep.shard import Manifest, Shard, shard_path
 
 IGNORE = -100  # the label of a position that is no target
 _U64 = np.dtype("<u8")
+_PAIR = np.array([0, 1])
 
 
 class RowBatch(NamedTuple):
@@ -80,7 +81,7 @@ class Rows:
         self._begins = np.concatenate([[0], self._ends])
         self._document_ends = np.cumsum([shard.documents for shard in self.shards], dtype=np.int64)
         self._open: OrderedDict[int, Shard] = OrderedDict()
-        self._seen: dict[int, np.ndarray] = {}  # which blocks are proven, also of shards closed meanwhile
+        self._proven: dict[int, np.ndarray] = {}  # which blocks are proven, also of shards closed meanwhile
 
     def __len__(self) -> int:
         return self.info.rows
@@ -113,26 +114,23 @@ class Rows:
         """The rows, in the order asked for. A damaged or missing shard raises DataError."""
         indices = self._in_range(indices)
         batch, length = len(indices), self.seq_len
-        padding = length - self.tokens(indices)
-        counts, shard, start, size, closes = _pad(self._pieces(indices), padding)
-        if int(size.sum()) != batch * length:
-            raise self._damaged_index()
-        begin = np.cumsum(size) - size  # of each piece in the flattened rows
+        counts, shard, start, size, closes, padding = self._pad(self._pieces(indices))
+        begin = size.cumsum() - size  # of each piece in the flattened rows
         inputs, labels = self._gather(shard, start, size, begin, batch * length)
         if closes is not None:
             self._close_documents(labels, (begin + size)[closes] - 1, shard[closes], (start + size)[closes])
         if self.mask_documents:
-            number = np.arange(len(size)) - np.repeat(np.cumsum(counts) - counts, counts)
+            number = _ranges(np.zeros_like(counts), counts)
             positions = np.arange(batch * length, dtype=np.int32)
-            positions -= np.repeat(begin.astype(np.int32), size)
-            documents = np.repeat(number.astype(np.int32), size)
+            positions -= begin.astype(np.int32).repeat(size)
+            documents = number.astype(np.int32).repeat(size)
             starts = np.full((batch, self.max_documents_per_row), length, np.int32)
-            starts[np.repeat(np.arange(batch), counts), number] = begin % length
+            starts[np.arange(batch).repeat(counts), number] = begin % length
         else:
             positions = np.tile(np.arange(length, dtype=np.int32), batch)
             documents = np.zeros(batch * length, np.int32)
             starts = np.zeros((batch, 1), np.int32)
-        for row in np.flatnonzero(padding).tolist():
+        for row in padding.nonzero()[0].tolist():
             empty = slice((row + 1) * length - int(padding[row]), (row + 1) * length)
             inputs[empty], labels[empty] = self._fill, IGNORE
             if self.mask_documents:
@@ -180,14 +178,14 @@ class Rows:
         if self.packing == "concat":
             return self._concat_pieces(indices)
         index = self._index
-        first = index.look_up("first", indices)
-        counts = index.look_up("first", indices + 1) - first
+        bounds = index.look_up("first", indices[:, None] + _PAIR)
+        first, counts = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
         if (counts < 0).any() or (first + counts > self.info.pieces).any():
             raise self._damaged_index()
         which = _ranges(first, counts)
         start, size = index.look_up("starts", which), index.look_up("sizes", which)
-        shard = np.searchsorted(self._ends, start, "right")
-        if (start + size >= self._ends[shard.clip(max=len(self._ends) - 1)]).any():  # a piece needs one token more
+        shard = self._ends.searchsorted(start, "right")
+        if (start + size >= self._ends.take(shard, mode="clip")).any():  # a piece needs one token more
             raise self._damaged_index()
         start -= self._begins[shard]
         return _Pieces(counts, shard, start, size, None)
@@ -222,23 +220,44 @@ class Rows:
         counts = np.add.reduceat(documents, np.cumsum(spans) - spans) if len(spans) else documents
         return _Pieces(counts, shard[span], begin, stop - begin, closes)
 
+    def _pad(
+        self, pieces: _Pieces
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+        """The pieces with padding as one more piece at the end of its row (what it reads is overwritten later), and
+        the padding of each row."""
+        counts, shard, start, size, closes = pieces
+        ends = counts.cumsum()
+        padding = self.seq_len - np.add.reduceat(size, ends - counts) if len(size) else counts
+        at = ends[padding > 0]
+        if len(at):
+            counts = counts + (padding > 0)
+            size, start = np.insert(size, at, padding[padding > 0]), np.insert(start, at, 0)
+            shard = np.insert(shard, at, shard[at - 1])
+            closes = None if closes is None else np.insert(closes, at, False)
+        if (padding < 0).any():
+            raise self._damaged_index()
+        return counts, shard, start, size, closes, padding
+
     def _gather(
         self, shard: np.ndarray, start: np.ndarray, size: np.ndarray, begin: np.ndarray, total: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels, flattened. One gather for each run of pieces of one shard: a fifth of the time that
-        copying piece by piece takes at ordinary document lengths."""
-        inputs, labels = np.empty(total, np.int64), np.empty(total, np.int64)
-        at = np.arange(total)
-        at += np.repeat(start - begin, size)
-        cuts = [0, *(np.flatnonzero(shard[1:] != shard[:-1]) + 1).tolist(), len(shard)] if total else []
+        """Inputs and labels, flattened. Inputs are one gather for each run of pieces in one shard, less than half the
+        time of copying piece by piece at ordinary document lengths. Labels are the inputs one further on, but for
+        the last of each piece, which is no input."""
+        inputs, lasts = np.empty(total, np.int64), np.empty(len(size), np.int64)
+        at = (start - begin).repeat(size)
+        at += np.arange(total)
+        end = start + size
+        cuts = [0, *((shard[1:] != shard[:-1]).nonzero()[0] + 1).tolist(), len(shard)] if total else []
         for low, high in itertools.pairwise(cuts):
             mapped = self._shard(int(shard[low]))
-            last = np.minimum(start[low:high] + size[low:high], mapped.header.tokens - 1)
-            mapped.check_tokens(start[low:high], last)
+            mapped.check_tokens(start[low:high], np.minimum(end[low:high], mapped.header.tokens - 1))
             span = slice(int(begin[low]), int(begin[high]) if high < len(begin) else total)
             inputs[span] = mapped.tokens.take(at[span], mode="clip")
-            at[span] += 1
-            labels[span] = mapped.tokens.take(at[span], mode="clip")
+            lasts[low:high] = mapped.tokens.take(end[low:high], mode="clip")
+        labels = np.empty_like(inputs)
+        labels[:-1] = inputs[1:]
+        labels[begin + size - 1] = lasts
         return inputs, labels
 
     def _close_documents(self, labels: np.ndarray, at: np.ndarray, shard: np.ndarray, end: np.ndarray) -> None:
@@ -264,7 +283,7 @@ class Rows:
             info.sha256,
         ):
             raise DataError(f"{shard.path}: is not the shard that the manifest names; build the dataset again")
-        shard.file.seen = self._seen.setdefault(number, shard.file.seen)
+        shard.file.proven = self._proven.setdefault(number, shard.file.proven)
         self._open[number] = shard
         if len(self._open) > self._max_open:  # a mapping holds a file descriptor
             self._open.popitem(last=False)
@@ -293,8 +312,7 @@ def open_rows(
     max_open: int | None = None,
 ) -> Rows:
     """The rows of a split. Without `packing`, best_fit where it was packed, else concat.
-
-    `max_open` bounds the shards held open, by default at a quarter of the file descriptors this process may have.
+    `max_open` bounds the shards held open.
     """
     manifest = Manifest.read(folder)
     if split not in manifest.splits:
@@ -314,27 +332,15 @@ def open_rows(
             f"{index.path}: was made for other shards; "
             f"run `pretrain-data pack {folder} --seq-len {seq_len} --packing {packing}`"
         )
-    if max_open is None:
-        max_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-    return Rows(folder, split, manifest, index, mask_documents=mask_documents, max_open=max_open)
+    return Rows(folder, split, manifest, index, mask_documents=mask_documents, max_open=max_open or open_limit())
+
+
+def open_limit(datasets: int = 1) -> int:
+    """Shards that each of so many datasets may hold open: together a quarter of this process's file descriptors."""
+    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (4 * datasets))
 
 
 def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """first[0], first[0] + 1, ... (counts[0] numbers), first[1], ..."""
-    return np.arange(int(counts.sum())) + np.repeat(first - np.cumsum(counts) + counts, counts)
-
-
-def _pad(pieces: _Pieces, padding: np.ndarray) -> _Pieces:
-    """Padding as one more piece at the end of its row; what it reads there is overwritten."""
-    padded = np.flatnonzero(padding)
-    if not len(padded):
-        return pieces
-    counts, shard, start, size, closes = pieces
-    at = np.cumsum(counts)[padded]
-    return _Pieces(
-        counts + (padding > 0),
-        np.insert(shard, at, shard[at - 1]),
-        np.insert(start, at, 0),
-        np.insert(size, at, padding[padded]),
-        None if closes is None else np.insert(closes, at, False),
-    )
+    ends = counts.cumsum()
+    return np.arange(int(ends[-1]) if len(ends) else 0) + (first - ends + counts).repeat(counts)
