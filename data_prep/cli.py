@@ -87,8 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--doc", type=int, metavar="K", help="document of the split, from 0")
     what.add_argument("--row", type=int, metavar="R", help="row of the split, from 0")
     what.add_argument("--step", type=int, metavar="N", help="optimizer step, from 1; needs --config")
-    sub.add_argument("--config", metavar="C", help="the run's config; with --doc also shows when a run sees it")
-    sub.add_argument("--rank", type=int, metavar="R", help="one data-parallel rank only")
+    sub.add_argument(
+        "--config", metavar="C", help="a run's config or folder; with --doc, --row: at which steps"
+    )
+    sub.add_argument("--rank", type=int, metavar="R", help="only what this data-parallel rank sees at the step")
+    sub.add_argument("--ranks", type=int, metavar="N", help="data-parallel ranks, if parallel.dp_shard leaves it open")
     sub.add_argument("--split", default="train", choices=["train", "val"])
     sub.add_argument("--chars", type=int, default=400, metavar="N", help="of text shown each; 0: all (400)")
     _packing_options(sub, required=False)
@@ -196,19 +199,32 @@ def _print_stats(folder: str) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from data_prep import inspect
+    from data_prep.inspect import View, show_step
 
+    view = View(args.folder, args.split, args.seq_len, args.packing, args.chars)
     if args.step is not None and args.config is None:
         raise DataError("--step needs --config: which rows a step takes depends on seed, sources and batch size")
-    shown = inspect.View(args.folder, args.split, args.seq_len, args.packing, args.chars)
+    schedule = _schedule(args.config) if args.config else None
     if args.doc is not None:
-        lines = shown.document(args.doc)
+        lines = view.document(args.doc, schedule)
     elif args.row is not None:
-        lines = shown.row(args.row)
+        lines = view.row(args.row, schedule)
     else:
-        lines = inspect.step(args.step, args.config, args.rank, args.chars)
+        lines = show_step(schedule, args.step, args.rank, args.ranks, args.chars)
     for line in lines:
         print(line)
+
+
+def _schedule(config: str) -> Any:
+    """The order in which a run takes rows. The one place where data preparation looks up at training, and only when
+    asked about a run: nothing else of `data_prep` needs `pretrain`."""
+    from pretrain.data.inspect_step import Schedule
+    from pretrain.errors import ConfigError
+
+    try:
+        return Schedule(config)
+    except ConfigError as error:
+        raise DataError(str(error)) from error
 
 
 def _import(args: argparse.Namespace) -> None:

@@ -158,8 +158,9 @@ class View:
         self.tokenizer = load_tokenizer(self.folder / "tokenizer")
         self._wanted = (seq_len, packing)
 
-    def document(self, number: int) -> Iterator[str]:
-        """A document of the split, counted from 0 over its shards, and the rows that hold it."""
+    def document(self, number: int, schedule: Any = None) -> Iterator[str]:
+        """A document of the split, counted from 0 over its shards, and the rows that hold it; with the schedule of
+        a run also the steps that take them."""
         infos = self.manifest.shards(self.split)
         local = number
         for info in infos:
@@ -177,9 +178,11 @@ class View:
         for seq_len, packing in self._packings():
             held = open_rows(self.folder, self.split, seq_len, packing).rows_of(number)
             yield f"in rows {_listed(held)} of length {seq_len} ({packing})"
+            if schedule and (seq_len, packing) == (schedule.cfg.data.seq_len, schedule.cfg.data.packing):
+                yield from (self._steps(schedule, int(row)) for row in held)
         yield self.text(tokens)
 
-    def row(self, number: int) -> Iterator[str]:
+    def row(self, number: int, schedule: Any = None) -> Iterator[str]:
         """The pieces of a row, each with its origin and text."""
         seq_len, packing = next(iter(self._packings()), (None, None))
         if seq_len is None:
@@ -188,7 +191,13 @@ class View:
         if not 0 <= number < len(rows):
             raise DataError(f"row {number}: {self.folder} has {len(rows)} rows of {seq_len} ({packing}), from 0")
         yield f"row {number} of {len(rows):,} ({self.split}, {packing}, {seq_len} positions)"
+        if schedule:
+            yield self._steps(schedule, number)
         yield from self.pieces(rows, number)
+
+    def _steps(self, schedule: Any, row: int) -> str:
+        steps = schedule.steps_of(self.folder, row, schedule.cfg.steps) if self.split == "train" else []
+        return f"  row {row} is taken at step {_listed(steps)}" if steps else f"  row {row} is taken at no step"
 
     def pieces(self, rows: Rows, number: int) -> Iterator[str]:
         batch = rows.read(np.array([number]))
@@ -221,6 +230,23 @@ class View:
             for length, kind in packings(self.folder, self.split)
             if seq_len in (None, length) and packing in (None, kind)
         ]
+
+
+def show_step(schedule: Any, step: int, rank: int | None, ranks: int | None, chars: int) -> Iterator[str]:
+    """What a run takes at an optimizer step, or one data-parallel rank of it: rows, their documents and text."""
+    if rank is not None and (ranks or schedule.ranks()) is None:
+        raise DataError("parallel.dp_shard=-1 leaves the number of data-parallel ranks open; give it with --ranks")
+    views: dict[str, View] = {}
+    taken = list(schedule.step(step, ranks))
+    seen = [row for row in taken if rank is None or row.rank == rank]
+    if not seen:
+        raise DataError(f"rank {rank} takes no row: there are {ranks or schedule.ranks()} data-parallel ranks, from 0")
+    yield f"step {step}: stream rows {taken[0].stream_row} to {taken[-1].stream_row} (data.skip takes such ranges)"
+    for row in seen:
+        view = views.setdefault(row.path, View(row.path, "train", chars=chars))
+        where = "" if row.rank is None else f"rank {row.rank}, micro-batch {row.micro_batch}, "
+        yield f"{where}stream row {row.stream_row}: row {row.row} of {row.path}, epoch {row.epoch}"
+        yield from view.pieces(row.rows, row.row)
 
 
 def _listed(numbers: Iterable[int]) -> str:
