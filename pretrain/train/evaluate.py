@@ -6,23 +6,18 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from pretrain.config import Config
-from pretrain.data.loader import validation_batches
+from pretrain.data.loader import Validation
 from pretrain.dist import World
 from pretrain.parallel.engine import Engine
 
 
 def evaluate(
-    cfg: Config, engine: Engine, world: World, dp_rank: int, dp_size: int, hurry: Callable[[], bool]
+    engine: Engine, batches: Validation, world: World, hurry: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """val_loss (nats a target) and val_bits_per_byte over all validation rows; None when `hurry` said to leave.
 
     Sums of losses over sums of targets, over batches and ranks alike: never a mean of means. Collective.
     """
-    micro = cfg.eval.micro_batch_size or cfg.train.micro_batch_size
-    batches = validation_batches(
-        cfg.data, micro_batch_size=micro, dp_rank=dp_rank, dp_world=dp_size, device=world.device
-    )
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     engine.model.eval()
     try:
@@ -35,7 +30,7 @@ def evaluate(
                 sums[1] += out.targets
     finally:
         engine.model.train()
-    if dist.is_initialized() and world.size > 1:
+    if world.size > 1:
         dist.all_reduce(sums)
     loss_sum, targets = sums.tolist()
     return {

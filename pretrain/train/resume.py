@@ -9,9 +9,9 @@ _FIXED = ("model", "data", "run.seed", "loss.z_loss", "optimizer.name")
 # These bend the course of the run: allowed only by name.
 _BY_NAME = ("train", "optimizer", "schedule", "precision")
 # These say how, not what, to compute: always free.
-_FREE = ("model.attention", "data.prefetch", "data.on_bad_shard", "data.skip", "train.micro_batch_size")
-# Sources are compared by the fingerprint of their contents: a data set may move.
-_FINGERPRINTED = ("data.sources",)
+_FREE = ("model.attention", "data.prefetch", "data.on_bad_shard", "train.micro_batch_size")
+# Compared by what of them decided the rows so far: a data set may move, later stages and skipped ranges may be added.
+_FINGERPRINTED = ("data.sources", "data.stages", "data.skip")
 
 
 def compare_configs(

@@ -1,7 +1,7 @@
 """One attempt of a run: folder, data, engine, resume, the loop, and the outcome that launchers read.
 
-`run_training` is what `pretrain train` calls on every rank. Decided ends write RUN/outcome.json; a crash writes none and
-leaves its traceback in RUN/logs/rank-N.log.
+`run_training` is what `pretrain train` calls on every rank. Decided ends write RUN/outcome.json; a crash writes
+none and leaves its traceback in RUN/logs/rank-N.log.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from data_prep.errors import DataError
 from pretrain.config import Config, Layout
-from pretrain.data.loader import Loader, has_validation
+from pretrain.data.loader import Loader, Validation
 from pretrain.dist import World, all_ranks_ok, under_torchrun, world
 from pretrain.errors import AnomalyError, ConfigError
 from pretrain.metrics.hardware import find_device
@@ -95,6 +95,7 @@ class Setup:
             wandb_entity=cfg.metrics.wandb_entity,
         )
         self.loader: Loader | None = None
+        self.done = lambda: 0  # steps so far, for events of the data
 
     def close(self) -> None:
         if self.loader is not None:
@@ -105,7 +106,7 @@ class Setup:
         cfg, ranks, run = self.cfg, self.ranks, self.run
         seed_everything(cfg, ranks)
         self.loader = loader = self._open_data()
-        start = self._starting_point(resume, allow_change, loader.fingerprint)
+        start = self._starting_point(resume, allow_change, loader)
         engine = build_engine(cfg, self.layout, ranks, lambda model: build_optimizer(model, cfg.optimizer))
         self._describe(engine)
         state = engine.state()
@@ -119,7 +120,7 @@ class Setup:
         )
         if ranks.first:
             self.sinks.event("start", origin["step"], attempt=self.attempt, world_size=ranks.size)
-        return Trainer(
+        trainer = Trainer(
             cfg,
             engine,
             loader,
@@ -134,6 +135,8 @@ class Setup:
             attempt=self.attempt,
             world=ranks,
         )
+        self.done = lambda: trainer.done
+        return trainer
 
     def _open_data(self) -> Loader:
         """The loader; every refusal of the data happens here, on all ranks alike."""
@@ -147,7 +150,7 @@ class Setup:
                 dp_rank=self.ranks.rank,
                 dp_world=self.layout.dp,
                 device=self.ranks.device,
-                on_event=lambda event, step, **details: self.sinks.event(event, step, **details),
+                events=self._data_event,
             )
             loader.check_vocab(cfg.model.vocab_size)
         except (ConfigError, DataError) as e:
@@ -157,12 +160,15 @@ class Setup:
             self._copy_tokenizer()
         return loader
 
+    def _data_event(self, event: str, **details: Any) -> None:
+        self.sinks.event(event, self.done(), **details)
+
     def _copy_tokenizer(self) -> None:
         source, target = Path(self.cfg.data.sources[0].path) / "tokenizer", self.run / "tokenizer"
         if source.is_dir() and not target.exists():
             shutil.copytree(source, target)
 
-    def _starting_point(self, resume: str, allow_change: set[str], fingerprint: str) -> tuple[Path, str] | None:
+    def _starting_point(self, resume: str, allow_change: set[str], loader: Loader) -> tuple[Path, str] | None:
         """The checkpoint to start from and how: ("resume" | "weights" | "all"); None: step 0."""
         cfg, ranks, run = self.cfg, self.ranks, self.run
         if ranks.first:
@@ -183,9 +189,8 @@ class Setup:
             )
         meta = folder.read_meta(newest)
         now = cfg.model_dump(by_alias=True, mode="json")
-        changed = compare_configs(
-            meta["config"], now, allow_change, fingerprints=(meta["data_fingerprint"], fingerprint)
-        )
+        fingerprints = (meta["data_fingerprint"], loader.fingerprint_at(meta["rows_consumed"]))
+        changed = compare_configs(meta["config"], now, allow_change, fingerprints=fingerprints)
         if ranks.first:
             for key, (before, after) in changed.items():
                 self.sinks.say(f"changed on resume, as allowed: {key} from {before} to {after}")
@@ -212,7 +217,8 @@ class Setup:
             return {key: int(meta[key]) for key in ("step", "rows_consumed", "tokens", "targets")}
         self.sinks.say(f"started from {path} ({how})")
         going_on = self.cfg.init.data == "continue"
-        if going_on and self.loader is not None and meta.get("data_fingerprint") != self.loader.fingerprint:
+        assert self.loader is not None
+        if going_on and meta.get("data_fingerprint") != self.loader.fingerprint_at(int(meta["rows_consumed"])):
             raise ConfigError(
                 'init.data="continue" needs the data that init.from was trained on; set init.data="restart"'
             )
@@ -229,7 +235,7 @@ class Setup:
             "attempt": self.attempt,
             "world_size": self.ranks.size,
             "engine": self.cfg.parallel.engine,
-            "data_fingerprint": self.loader.fingerprint,
+            "data_fingerprint": self.loader.fingerprint_at(trainer.rows_consumed),
             "config": self.cfg.model_dump(by_alias=True, mode="json"),
             "torch": torch.__version__,
         }
@@ -259,7 +265,16 @@ class Setup:
         cfg = self.cfg
         if not cfg.eval.every:
             return None
-        if not has_validation(cfg.data):
+        micro = cfg.eval.micro_batch_size or cfg.train.micro_batch_size
+        rows = Validation(
+            cfg.data,
+            micro_batch_size=micro,
+            dp_rank=self.ranks.rank,
+            dp_world=self.layout.dp,
+            device=self.ranks.device,
+            events=self._data_event,
+        )
+        if not rows.targets:
             if "every" in cfg.eval.model_fields_set:
                 raise ConfigError(
                     f"eval.every={cfg.eval.every}, but data.sources have no validation rows; "
@@ -267,7 +282,7 @@ class Setup:
                 )
             self.sinks.say("no validation rows in data.sources: nothing to evaluate")
             return None
-        return lambda hurry: evaluate(cfg, engine, self.ranks, self.ranks.rank, self.layout.dp, hurry)
+        return lambda hurry: evaluate(engine, rows, self.ranks, hurry)
 
     def _describe(self, engine: Engine) -> None:
         cfg, layout, say = self.cfg, self.layout, self.sinks.say
@@ -289,7 +304,7 @@ def peak_flops(cfg: Config, device: torch.device) -> tuple[float | None, str]:
     known = find_device(name)
     if known is None:
         return None, f"peak | unknown for {name!r}, so no MFU; metrics.peak_tflops sets it"
-    return known.bf16_tflops * 1e12, f"peak | {known.bf16_tflops:g} TFLOP/s bf16 dense for {name!r}"
+    return known.bf16_flops, f"peak | {known.bf16_flops / 1e12:g} TFLOP/s bf16 dense for {name!r} ({known.source})"
 
 
 def seed_everything(cfg: Config, ranks: World) -> None:

@@ -60,7 +60,9 @@ class Trainer:
         with garbage_collection_at_fixed_steps(cfg.run.gc_every) as collect:
             while self.done < cfg.steps and not stopping:
                 lr = lr_at(self.done + 1, cfg)
+                waited = self.loader.data_wait_seconds
                 step = self.loader.step(self.rows_consumed)
+                waited = self.loader.data_wait_seconds - waited
                 for index, batch in enumerate(step.batches):
                     sums = engine.forward(batch)
                     engine.backward(sums.total / step.targets, last=index == len(step.batches) - 1)
@@ -68,7 +70,7 @@ class Trainer:
                 self._norms.append(engine.step(lr))
                 self.done += 1
                 self.rows_consumed += cfg.train.global_batch_size
-                meter.step_done(tokens=step.tokens, targets=step.targets, data_wait=self.loader.data_wait_seconds)
+                meter.step_done(tokens=step.tokens, targets=step.targets, data_wait=waited)
                 self.checkpointer.raise_if_failed()
                 collect(self.done)
                 if meter.due(self.done):
