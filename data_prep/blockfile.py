@@ -149,7 +149,7 @@ class BlockFile:
         """Proves the blocks under the byte ranges [first[i], last[i]] of the payload, each block once in the
         file's life in this process. A block that fails, now or before, raises DataError."""
         low, high = first // self.block_bytes, last // self.block_bytes
-        if self.proven[low].all() and self.proven[high].all() and (high - low).max(initial=0) < 2:
+        if self.proven[low].all() and self.proven[high].all() and (high - low < 2).all():
             return
         for begin, end in zip(low.tolist(), high.tolist(), strict=True):
             for block in range(begin, end + 1):

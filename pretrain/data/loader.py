@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
+from data_prep.errors import DataError
 from data_prep.rows import IGNORE, RowBatch
 from pretrain.config import DataConfig
 from pretrain.data.order import Order, StreamRows
@@ -20,6 +21,7 @@ from pretrain.data.reader import BadRow, Events, Reader, history
 from pretrain.errors import ConfigError
 
 _AHEAD = 512  # positions whose place in the stream is worked out in one go
+_STRETCH = 1 << 17  # positions read in one go: enough to hide numpy's cost per call, and still in the cache
 CPU = torch.device("cpu")
 
 
@@ -142,18 +144,41 @@ class Loader:
                 f"{self._world} data-parallel ranks = {self._micro * self._world}"
             )
 
-    def _make(self, position: int, rows: int) -> _Made:
-        """In the thread."""
-        plan = self._planned(position, rows)
-        targets, tokens = self._reader.counts(plan.source, plan.row)
-        batches, bad = [], []
-        for begin in range(self._rank * self._micro, rows, self._world * self._micro):
-            mine = slice(begin, begin + self._micro)
+    def _make(self, position: int, rows: int, awaited: bool) -> list[_Made]:
+        """In the thread: the step at `position`, and unless it is awaited as many more as fill a stretch."""
+        steps = 1 if awaited else max(1, _STRETCH * self._world // (rows * self._cfg.seq_len))
+        try:
+            return self._read(position, rows, steps)
+        except DataError:
+            if steps == 1:
+                raise
+            return self._read(position, rows, 1)  # the error belongs to the step that it is in
+
+    def _read(self, position: int, rows: int, steps: int) -> list[_Made]:
+        plan = self._planned(position, rows * steps)
+        targets, tokens = (
+            counts.reshape(steps, rows).sum(1).tolist() for counts in self._reader.counts(plan.source, plan.row)
+        )
+        at = np.arange(rows * steps).reshape(-1, self._world, self._micro)[:, self._rank].reshape(-1)
+        stride = max(1, _STRETCH // (self._micro * self._cfg.seq_len)) * self._micro
+        batches: list[Batch] = []
+        bad: list[BadRow] = []
+        for begin in range(0, len(at), stride):
+            mine = at[begin : begin + stride]
             arrays, failed = self._reader.read(plan.source[mine], plan.row[mine], plan.stream_row[mine])
-            batches.append(_to_tensors(arrays, self._device))
             bad += failed
-        epoch = float(self.order.epochs(position + rows).max())
-        return _Made(Step(batches, targets, tokens, epoch), bad)
+            for row in range(0, len(mine), self._micro):
+                micro_batch = RowBatch(*(array[row : row + self._micro] for array in arrays))
+                batches.append(_to_tensors(micro_batch, self._device))
+        made = []
+        per_step = len(batches) // steps
+        for number in range(steps):
+            last = plan.stream_row[(number + 1) * rows - 1]
+            epoch = float(self.order.epochs(position + (number + 1) * rows).max())
+            its_batches = batches[number * per_step : (number + 1) * per_step]
+            its_bad = [one for one in bad if plan.stream_row[number * rows] <= one.stream_row <= last]
+            made.append(_Made(Step(its_batches, targets[number], tokens[number], epoch), its_bad))
+        return made
 
     def _planned(self, position: int, rows: int) -> StreamRows:
         """A slice of the order, worked out in stretches: numpy's cost per call is that of a hundred rows."""

@@ -65,13 +65,13 @@ class Reader:
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps([rows.fingerprint for rows in self.sources]).encode()).hexdigest()
 
-    def counts(self, source: np.ndarray, row: np.ndarray) -> tuple[int, int]:
-        """(targets, positions that are no padding) of the rows together; reads no token."""
-        targets = tokens = 0
-        for number in range(len(self.sources)):
-            here = row[source == number]
-            targets += int(self.sources[number].targets(here).sum())
-            tokens += int(self.sources[number].tokens(here).sum())
+    def counts(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [n] each: targets, and positions that are no padding, of each row; reads no token."""
+        targets, tokens = np.zeros_like(row), np.zeros_like(row)
+        for number, rows in enumerate(self.sources):
+            here = source == number
+            if here.any():
+                targets[here], tokens[here] = rows.targets(row[here]), rows.tokens(row[here])
         return targets, tokens
 
     def read(self, source: np.ndarray, row: np.ndarray, stream_row: np.ndarray) -> tuple[RowBatch, list[BadRow]]:
