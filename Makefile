@@ -15,7 +15,7 @@ install: .venv/installed
 	touch $@
 
 demo: install
-	$(BIN)/python demo/run.py
+	$(BIN)/python -m launch.demo
 
 test: install
 	$(BIN)/python -m pytest

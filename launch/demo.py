@@ -24,7 +24,8 @@ def main() -> int:
     library = Path(sysconfig.get_paths()["stdlib"])
     text = [str(library / "*.py"), *(str(library / name) for name in ("asyncio", "email", "http", "json", "unittest"))]
     step("1/8  a tokenizer from the standard library's source")
-    call("pretrain-data", "tokenizer", *text, "--out", f"{RUN}/tokenizer-made", "--kind", "sentencepiece", "--vocab-size", "4096")
+    kind = ("--kind", "sentencepiece", "--vocab-size", "4096")
+    call("pretrain-data", "tokenizer", *text, "--out", f"{RUN}/tokenizer-made", *kind)
     step("2/8  packed token shards")
     call(
         *("pretrain-data", "build", *text, "--tokenizer", f"{RUN}/tokenizer-made", "--out", f"{RUN}/data"),
@@ -62,7 +63,9 @@ What to try next:
   pretrain plan configs/llama3_8b.toml --gpus 128 --device h100-sxm
   pretrain-data build YOUR_TEXT --tokenizer {RUN}/tokenizer-made --out data/mine --seq-len 256""")
     if not last < first - 1:
-        print(f"error: the loss should have fallen by more than 1, from {first:.2f}, but is {last:.2f}", file=sys.stderr)
+        print(
+            f"error: the loss should have fallen by more than 1, from {first:.2f}, but is {last:.2f}", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -308,10 +308,10 @@ class Config(Table):
     @model_validator(mode="before")
     @classmethod
     def _default_compile(cls, values: Any) -> Any:
-        """Stage 3 gathers parameters in hooks inside a block, which a compiled block cannot have: off there by default."""
-        if isinstance(values, dict) and isinstance(par := values.get("parallel"), dict) and "compile" not in values:
-            if par.get("engine") == "zero" and str(par.get("zero_stage", 3)) == "3":
-                return values | {"compile": {"enabled": False}}
+        """Off by default at stage 3, which gathers parameters in hooks that a compiled block cannot have."""
+        par = values.get("parallel") if isinstance(values, dict) and "compile" not in values else None
+        if isinstance(par, dict) and par.get("engine") == "zero" and str(par.get("zero_stage", 3)) == "3":
+            return values | {"compile": {"enabled": False}}
         return values
 
     @model_validator(mode="after")
@@ -345,8 +345,9 @@ class Config(Table):
             shard = world_size // fixed
         elif shard * fixed != world_size:
             raise ConfigError(
-                f"parallel.dp_shard={shard} x dp_replicate={par.dp_replicate} x cp={par.cp} x tp={par.tp} x pp={par.pp} "
-                f"is {shard * fixed}, but WORLD_SIZE is {world_size}; set dp_shard=-1 or launch {shard * fixed} ranks"
+                f"parallel.dp_shard={shard} x dp_replicate={par.dp_replicate} x cp={par.cp} x tp={par.tp} "
+                f"x pp={par.pp} is {shard * fixed}, but WORLD_SIZE is {world_size}; "
+                f"set dp_shard=-1 or launch {shard * fixed} ranks"
             )
         dp = shard * par.dp_replicate
         rows = dp * train.micro_batch_size
@@ -354,7 +355,8 @@ class Config(Table):
             raise ConfigError(
                 f"train.global_batch_size={train.global_batch_size} is no multiple of {rows} rows a micro-step "
                 f"({dp} data-parallel ranks x train.micro_batch_size={train.micro_batch_size}); "
-                f"set global_batch_size={rows * max(1, round(train.global_batch_size / rows))} or another micro_batch_size"
+                f"set global_batch_size={rows * max(1, round(train.global_batch_size / rows))} "
+                f"or another micro_batch_size"
             )
         return Layout(par.dp_replicate, shard, par.cp, par.tp, train.global_batch_size // rows)
 

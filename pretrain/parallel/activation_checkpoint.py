@@ -36,7 +36,7 @@ def apply_activation_checkpoint(model: Llama, cfg: ActivationCheckpointConfig) -
     every = cfg.every if cfg.mode == "full" else 1
     for index, block in enumerate(model.layers):
         if index % every == 0:
-            block.recompute = run
+            block.recompute = run  # type: ignore[assignment]
 
 
 def _full(body: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from pretrain.config import Config, Layout
 from pretrain.dist import World
-from pretrain.model.attention import choose_kernel
+from pretrain.model.attention import Kernel, choose_kernel
 from pretrain.model.llama import Llama
 from pretrain.parallel.activation_checkpoint import apply_activation_checkpoint
 from pretrain.parallel.compile import compile_blocks
@@ -37,7 +37,7 @@ def build_model(cfg: Config, device: torch.device) -> Llama:
     return model
 
 
-def describe_attention(cfg: Config, device: torch.device) -> tuple[str, str]:
+def describe_attention(cfg: Config, device: torch.device) -> tuple[Kernel, str]:
     """The attention kernel of this run and the line for the log."""
     return choose_kernel(cfg.model.attention, device, compute_dtype(cfg), mask_documents=cfg.data.mask_documents)
 

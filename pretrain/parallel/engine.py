@@ -17,7 +17,10 @@ State = dict[str, Tensor]
 
 
 class Engine(Protocol):
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model."""
+        ...
 
     def forward(self, batch: Batch) -> LossSums:
         """Sums over this rank's targets of a micro-batch; differentiable while gradients are on."""

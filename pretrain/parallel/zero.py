@@ -199,7 +199,7 @@ class ZeroEngine:
         return (self.base.state[flat] for flat in self._flats())
 
     def _fragment(self, param: nn.Parameter, key: str | None) -> tuple[Tensor, int] | None:
-        """This rank's flat piece of a master or moment, and where it starts in the flattened parameter (stages 1, 2)."""
+        """This rank's flat piece of a master or moment, and its place in the flattened parameter (stages 1, 2)."""
         mapping = getattr(param, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -226,7 +226,8 @@ class ZeroEngine:
             mine = padded.narrow(0, part.numel() * dist.get_rank(), part.numel())
             part.data.copy_(mine)
             if key is None:
-                param.ds_tensor.data.copy_(mine.view_as(param.ds_tensor))
+                partition: Tensor = param.ds_tensor  # type: ignore[attr-defined]
+                partition.data.copy_(mine.view_as(partition))
             return
         piece = self._fragment(param, key)
         if piece is not None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -225,7 +225,7 @@ class SafeReader(FileSystemReader):
 
 
 class _AllowList(pickle.Unpickler):
-    _CLASSES = {
+    _CLASSES: ClassVar[dict[str, set[str]]] = {
         "torch.distributed.checkpoint.metadata": {
             "Metadata",
             "MetadataIndex",
@@ -248,7 +248,11 @@ class _AllowList(pickle.Unpickler):
 
 
 def _check_names(metadata: Metadata, state: State, path: Path) -> None:
-    stored = {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}
+    stored = {
+        name: tuple(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     missing = sorted(set(state) - set(stored))
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of this run, first {missing[0]}")

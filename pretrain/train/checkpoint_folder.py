@@ -155,7 +155,7 @@ def prune(run: Path, keep: int, keep_every: int = 0) -> list[Path]:
     for found in whole[: -max(1, keep)]:
         if keep_every and found.step % keep_every == 0:
             continue
-        # Without its marker it is no checkpoint, so a kill half-way through the removal leaves nothing that looks whole.
+        # Without its marker it is no checkpoint: a kill half-way through the removal leaves nothing that looks whole.
         (found.path / MARKER).unlink()
         shutil.rmtree(found.path)
         removed.append(found.path)

@@ -13,7 +13,8 @@ from pretrain.config import OptimizerConfig
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups, `decay` and `no_decay`; a tied weight is in them once."""
-    decay, no_decay = [], []
+    decay: list[tuple[str, nn.Parameter]] = []
+    no_decay: list[tuple[str, nn.Parameter]] = []
     for name, param in model.named_parameters():
         (no_decay if name.endswith("norm.weight") else decay).append((name, param))
     return [

@@ -17,7 +17,7 @@ _FINGERPRINTED = ("data.sources", "data.stages", "data.skip")
 def compare_configs(
     before: dict[str, Any], now: dict[str, Any], allowed: set[str], *, fingerprints: tuple[str, str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Changes of course that were allowed by name: key -> (value before, now); ConfigError for any other that matters."""
+    """Changes of course allowed by name: key -> (value before, now); ConfigError for any other that matters."""
     old, new = flatten(before), flatten(now)
     changed: dict[str, tuple[Any, Any]] = {}
     refused, unnamed = [], []

@@ -40,19 +40,27 @@ from pretrain.train.trainer import Trainer
 
 def run_training(cfg: Config, *, resume: Literal["auto", "never"], allow_change: set[str]) -> int:
     """Train until a decided end; the process's exit status (0 for every decided end under torchrun)."""
-    run = Path(cfg.run.dir)
     with world(cfg.run.timeout_seconds) as ranks:
-        layout = cfg.layout(ranks.size)
-        check_sinks(cfg.metrics.sinks)
-        attempt = open_run_folder(cfg, ranks)
-        stop = Stop(run, ranks)
-        with rank_log(run, ranks), stop.listening():
-            reason, step, message = _attempt(cfg, layout, ranks, stop, attempt, resume, allow_change)
-        if ranks.first:
-            write_outcome(run, reason, step, attempt, message)
-            if message:
-                print(f"error: {message}", flush=True)
+        reason = train_in(ranks, cfg, resume=resume, allow_change=allow_change)
     return 0 if under_torchrun() else EXIT_STATUS[reason]
+
+
+def train_in(
+    ranks: World, cfg: Config, *, resume: Literal["auto", "never"] = "auto", allow_change: set[str] | None = None
+) -> Status:
+    """One attempt in a world that has been joined; how it ended, as written to RUN/outcome.json."""
+    run = Path(cfg.run.dir)
+    layout = cfg.layout(ranks.size)
+    check_sinks(cfg.metrics.sinks)
+    attempt = open_run_folder(cfg, ranks)
+    stop = Stop(run, ranks)
+    with rank_log(run, ranks), stop.listening():
+        reason, step, message = _attempt(cfg, layout, ranks, stop, attempt, resume, allow_change or set())
+    if ranks.first:
+        write_outcome(run, reason, step, attempt, message)
+        if message:
+            print(f"error: {message}", flush=True)
+    return reason
 
 
 def _attempt(
@@ -286,10 +294,11 @@ class Setup:
 
     def _describe(self, engine: Engine) -> None:
         cfg, layout, say = self.cfg, self.layout, self.sinks.say
+        stage = f" stage {cfg.parallel.zero_stage}" if cfg.parallel.engine == "zero" else ""
         say(f"run {cfg.run.name} | {cfg.run.dir} | attempt {self.attempt} | seed {cfg.run.seed}")
         say(
-            f"layout | {self.ranks.size} ranks: dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} | engine "
-            f"{cfg.parallel.engine}{f' stage {cfg.parallel.zero_stage}' if cfg.parallel.engine == 'zero' else ''} | "
+            f"layout | {self.ranks.size} ranks: dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} | "
+            f"engine {cfg.parallel.engine}{stage} | "
             f"{layout.accumulation} micro-batches of {cfg.train.micro_batch_size} rows a rank and step"
         )
         say(f"attention | {describe_attention(cfg, self.ranks.device)[1]}")

@@ -98,7 +98,7 @@ def write_outcome(run: Path, reason: Status, step: int, attempt: int, message: s
 def environment(cfg: Config, world: World) -> dict[str, Any]:
     """What this start ran on: versions, host, code revision, seed."""
     packages = ("torch", "deepspeed", "numpy", "datasets", "wandb", "sentencepiece", "tokenizers", "tiktoken")
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in packages:
         try:
             versions[name] = metadata.version(name)
@@ -146,5 +146,6 @@ def _refuse_another_run(cfg: Config, run: Path) -> None:
         raise ConfigError(f"{run / 'config.toml'} cannot be read ({e}); choose another run.dir") from None
     if name != cfg.run.name:
         raise ConfigError(
-            f"run.dir={cfg.run.dir!r} holds the run named {name!r}, not run.name={cfg.run.name!r}; choose another run.dir"
+            f"run.dir={cfg.run.dir!r} holds the run named {name!r}, not run.name={cfg.run.name!r}; "
+            f"choose another run.dir"
         )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,13 +111,14 @@ class Trainer:
         for step, norm in enumerate(norms, start=first):
             if not math.isfinite(norm):
                 rows = self.cfg.train.global_batch_size
-                last_row = self.rows_consumed - (self.done - step) * rows - 1
+                end = self.rows_consumed - (self.done - step) * rows
+                first_row, last_row = self.loader.order.stream_rows(np.array([end - rows, end - 1])).tolist()
                 if self.world.first:
-                    self.sinks.event("anomaly", step, grad_norm=str(norm), rows=[last_row - rows + 1, last_row])
+                    self.sinks.event("anomaly", step, grad_norm=str(norm), rows=[first_row, last_row])
                 raise AnomalyError(
-                    f"step {step}: the gradient norm is {norm}; its rows of the stream are {last_row - rows + 1} to "
-                    f"{last_row}, and the newest checkpoint is of step {self.saved}; look at the rows with pretrain-data "
-                    f"inspect --step {step}, leave them out with data.skip, or lower optimizer.lr, and start again"
+                    f"step {step}: the gradient norm is {norm}; the newest checkpoint is of step {self.saved}; look "
+                    f"at its rows {first_row} to {last_row} with pretrain-data inspect --step {step}, leave them out with "
+                    f"data.skip=[[{first_row}, {last_row}]], or lower optimizer.lr, and start again"
                 )
 
 

@@ -1,0 +1,228 @@
+"""Resume equals no resume: bit for bit at the same layout, to rounding at another one."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from ranks import run_ranks
+from small import make_dataset, small_config
+
+from pretrain.errors import CheckpointError
+from pretrain.train import checkpoint_folder as folder
+from pretrain.train.checkpoint import SafeReader, read_state
+
+Job = tuple[dict[str, Any], list[int]]
+"""Changes to the small config, and the steps after which RUN/STOP is touched, one an attempt."""
+
+
+def run_jobs(root: str, jobs: list[Job]) -> list[list[str]]:
+    """Each job's attempts one after another, the last to the end; how each attempt ended."""
+    from pretrain.dist import world
+
+    with world(120) as ranks:
+        return [[attempt(ranks, root, changes, stop) for stop in [*stops, None]] for changes, stops in jobs]
+
+
+def attempt(ranks: Any, root: str, changes: dict[str, Any], stop_after: int | None) -> str:
+    from pretrain.metrics.sinks import Sinks
+    from pretrain.train.run import train_in
+
+    changes = dict(changes)
+    run = Path(root, changes.pop("name"))
+    cfg = small_config(run, Path(root, "data"), **changes)
+    plain = Sinks.write
+
+    def write(self: Sinks, record: dict[str, Any]) -> None:
+        plain(self, record)
+        if record["step"] == stop_after and ranks.first:
+            (run / "STOP").touch()
+
+    Sinks.write = write  # type: ignore[method-assign]
+    try:
+        return train_in(ranks, cfg)
+    finally:
+        Sinks.write = plain  # type: ignore[method-assign]
+
+
+def final_state(run: Path) -> dict[str, torch.Tensor]:
+    newest = folder.newest_whole(run)
+    stored = SafeReader(newest).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    read_state(newest, state)
+    return state
+
+
+def lines(run: Path, *keys: str) -> dict[int, tuple[Any, ...]]:
+    """The last training line of each step, its given keys."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: tuple(r[k] for k in keys) for r in records if "val_loss" not in r}
+
+
+def events(run: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+ENGINES = {
+    "fsdp": {},
+    "zero1": {"parallel__engine": "zero", "parallel__zero_stage": 1},
+    "zero2": {"parallel__engine": "zero", "parallel__zero_stage": 2},
+    "zero3": {"parallel__engine": "zero", "parallel__zero_stage": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unbroken and broken runs of every engine on two ranks, in one start."""
+    root = tmp_path_factory.mktemp("resume")
+    make_dataset(root / "data")
+    jobs: list[Job] = []
+    for name, engine in ENGINES.items():
+        bf16 = engine | {"precision__compute": "bf16"}
+        jobs.append((bf16 | {"name": f"{name}-unbroken"}, []))
+        jobs.append((bf16 | {"name": f"{name}-once", "checkpoint__async": True}, [5]))
+        jobs.append((bf16 | {"name": f"{name}-twice", "checkpoint__every": 2}, [3, 7]))
+    for name, engine in ENGINES.items():
+        jobs.append((engine | {"name": f"{name}-fp32"}, [5]))
+    for ends, (changes, stops) in zip(run_ranks(run_jobs, 2, str(root), jobs, timeout=600)[0], jobs, strict=True):
+        assert ends == ["user"] * len(stops) + ["finished"], changes
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("broken", ["once", "twice"])
+def test_a_run_stopped_and_resumed_equals_the_unbroken_one_bit_for_bit(root: Path, engine: str, broken: str) -> None:
+    unbroken, resumed = root / f"{engine}-unbroken", root / f"{engine}-{broken}"
+    expected, got = final_state(unbroken), final_state(resumed)
+    assert expected.keys() == got.keys()
+    assert any(name.startswith("optim.exp_avg.") for name in expected)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, got[name]), name
+    keys = ("loss", "grad_norm", "lr", "tokens", "targets", "epoch")
+    assert lines(unbroken, *keys) == lines(resumed, *keys)
+    assert list(lines(resumed, "step")) == list(range(1, 11))
+    assert [e for e in events(resumed) if e in ("start", "resume", "stop", "finish")] == [
+        "start",
+        *["stop", "resume", "start"] * (1 if broken == "once" else 2),
+        "finish",
+    ]
+
+
+@pytest.mark.slow
+def test_engines_read_each_others_checkpoints_and_go_on_alike(root: Path) -> None:
+    jobs: list[Job] = []
+    pairs = [("fsdp", "zero3"), ("zero3", "fsdp"), ("fsdp", "zero1"), ("zero2", "fsdp")]
+    for before, after in pairs:
+        shutil.copytree(root / f"{before}-fp32", root / f"{before}-to-{after}")
+        only_step_5(root / f"{before}-to-{after}")
+        jobs.append((ENGINES[after] | {"name": f"{before}-to-{after}"}, []))
+    run_ranks(run_jobs, 2, str(root), jobs, timeout=600)
+    for before, after in pairs:
+        assert_near(root / f"{before}-fp32", root / f"{before}-to-{after}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_checkpoint_of_two_ranks_goes_on_on_another_number(root: Path, size: int) -> None:
+    for engine in ("fsdp", "zero3"):
+        copy = root / f"{engine}-on-{size}"
+        shutil.copytree(root / f"{engine}-fp32", copy)
+        only_step_5(copy)
+    jobs: list[Job] = [(ENGINES[e] | {"name": f"{e}-on-{size}"}, []) for e in ("fsdp", "zero3")]
+    assert run_ranks(run_jobs, size, str(root), jobs, timeout=600)[0] == [["finished"], ["finished"]]
+    for engine in ("fsdp", "zero3"):
+        assert_near(root / f"{engine}-fp32", root / f"{engine}-on-{size}")
+
+
+def only_step_5(run: Path) -> None:
+    """Take a finished run back to its checkpoint of step 5."""
+    shutil.rmtree(folder.step_dir(run, 10))
+    assert [found.step for found in folder.list_checkpoints(run)] == [5]
+
+
+def assert_near(unbroken: Path, other: Path) -> None:
+    for step, (loss, norm, tokens) in lines(unbroken, "loss", "grad_norm", "tokens").items():
+        got = lines(other, "loss", "grad_norm", "tokens")[step]
+        assert got[0] == pytest.approx(loss, rel=1e-5), step
+        assert got[1] == pytest.approx(norm, rel=1e-4), step
+        assert got[2] == tokens
+    expected, got_state = final_state(unbroken), final_state(other)
+    for name, tensor in expected.items():
+        assert float((tensor - got_state[name]).norm()) <= 1e-3 * float(tensor.norm()) + 1e-7, name
+
+
+def test_newest_is_by_number_and_foreign_folders_are_left_alone(tmp_path: Path) -> None:
+    """G29."""
+    for step in (800, 900, 1000, 1100):
+        whole_checkpoint(tmp_path, step)
+    for name in ("step_handpicked", "step_1200.tmp", "notes"):
+        (folder.checkpoints_dir(tmp_path) / name).mkdir()
+    assert folder.newest_whole(tmp_path) == folder.step_dir(tmp_path, 1100)
+    removed = folder.prune(tmp_path, keep=2)
+    assert [path.name for path in removed] == ["step-00000800", "step-00000900"]
+    assert folder.remove_leftovers(tmp_path) == []
+    left = sorted(path.name for path in folder.checkpoints_dir(tmp_path).iterdir())
+    assert left == ["notes", "step-00001000", "step-00001100", "step_1200.tmp", "step_handpicked"]
+
+
+def test_prune_keeps_multiples_for_ever_and_the_newest_whole_one(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        whole_checkpoint(tmp_path, step)
+    (folder.step_dir(tmp_path, 7) / "weights.bin").write_bytes(b"cut")
+    folder.prune(tmp_path, keep=1, keep_every=3)
+    assert [(f.step, f.problem is None) for f in folder.list_checkpoints(tmp_path)] == [
+        (3, True),
+        (6, True),
+        (7, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda p: (p / "COMPLETE").unlink(), "COMPLETE is missing"),
+        (lambda p: (p / "weights.bin").unlink(), "weights.bin is missing"),
+        (lambda p: (p / "weights.bin").write_bytes(b"x" * 9), "weights.bin has 9 bytes"),
+        (lambda p: (p / "weights.bin").write_bytes(b"\x01" + b"\0" * 99), "weights.bin does not match its SHA-256"),
+        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is damaged"),
+        (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda p: [f.unlink() for f in p.iterdir()], "manifest.json is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, damage: Any, named: str) -> None:
+    whole_checkpoint(tmp_path, 5)
+    whole_checkpoint(tmp_path, 9)
+    damage(folder.step_dir(tmp_path, 9))
+    said: list[str] = []
+    assert folder.newest_whole(tmp_path, said.append) == folder.step_dir(tmp_path, 5)
+    assert "step-00000009" in said[0]
+    assert named in said[0]
+
+
+def test_a_run_with_only_damaged_checkpoints_is_not_begun_again(tmp_path: Path) -> None:
+    whole_checkpoint(tmp_path, 5)
+    (folder.step_dir(tmp_path, 5) / "COMPLETE").unlink()
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        folder.newest_whole(tmp_path)
+
+
+def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
+    whole_checkpoint(tmp_path, 5)
+    path = folder.step_dir(tmp_path, 5)
+    entry = {"bytes": 1, "sha256": "0"}
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": {"../../secret": entry}}))
+    with pytest.raises(CheckpointError, match="no file of this folder"):
+        folder.read_manifest(path)
+
+
+def whole_checkpoint(run: Path, step: int) -> None:
+    partial = folder.partial_dir(run, step)
+    partial.mkdir(parents=True)
+    (partial / "weights.bin").write_bytes(bytes(100))
+    folder.commit(run, step, folder.describe_files(partial, ["weights.bin"]))
