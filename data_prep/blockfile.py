@@ -120,7 +120,7 @@ class BlockFile:
                     )
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise DataError(f"{self.path}: cannot be opened as {kind}: {error.strerror or error}") from error
+            raise DataError(f"{self.path}: cannot be opened as a {kind}: {error.strerror or error}") from error
         self.sha256 = sha256.hex()
         self.fields = header[FIELDS_AT:]
         self.proven = np.zeros(self.blocks, bool)  # blocks whose CRC was found right

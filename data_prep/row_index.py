@@ -85,7 +85,7 @@ class RowIndex:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.file = BlockFile(path, magic=MAGIC, version=VERSION, kind="a row index")
+        self.file = BlockFile(path, magic=MAGIC, version=VERSION, kind="row index")
         self.path = self.file.path
         packing, _, *numbers, shards = _FIELDS.unpack_from(self.file.fields)
         if packing >= len(get_args(Packing)):

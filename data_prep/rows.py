@@ -205,6 +205,7 @@ class Rows:
             here, ends = shard == number, self._shard(number).document_ends
             document[here] = np.searchsorted(ends, start[here].astype(_U64), "right")
             documents[here] = np.searchsorted(ends, end[here].astype(_U64), "left") - document[here] + 1
+        documents[start >= end] = 0  # a shard without documents, between two others
         which = _ranges(document, documents)
         span = np.repeat(np.arange(len(shard)), documents)
         stop = np.empty_like(which)
@@ -213,10 +214,9 @@ class Rows:
             stop[here] = self._shard(number).document_ends[which[here]].astype(np.int64)
         closes = stop <= end[span]
         stop = np.minimum(stop, end[span])
-        heads = np.cumsum(documents) - documents
         begin = np.empty_like(stop)
         begin[1:] = stop[:-1]
-        begin[heads] = start
+        begin[(np.cumsum(documents) - documents)[documents > 0]] = start[documents > 0]
         counts = np.add.reduceat(documents, np.cumsum(spans) - spans) if len(spans) else documents
         return _Pieces(counts, shard[span], begin, stop - begin, closes)
 

@@ -21,7 +21,7 @@ from data_prep.errors import DataError
 MAGIC = b"TOKSHARD"
 VERSION = 1
 BLOCK_BYTES = 32768  # of payload under one CRC: what a reader checks when it first touches a row there
-KIND = "a token shard"
+KIND = "token shard"
 # token bytes, unused, vocabulary size, tokens, documents, bytes of text, BOS id, EOS id (-1: none), tokenizer hash
 _FIELDS = struct.Struct("<IIQQQQqq32s")
 _U64, _U32 = np.dtype("<u8"), np.dtype("<u4")
