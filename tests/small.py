@@ -21,6 +21,7 @@ def make_dataset(
     vocab: int = VOCAB,
     seq_len: int = SEQ_LEN,
     seed: int = 0,
+    tokenizer: str = "ab" * 32,
 ) -> Path:
     """Random documents of 2 to 40 tokens, each a walk that can be learnt, EOS 2 last."""
     rng = np.random.default_rng(seed)
@@ -30,14 +31,14 @@ def make_dataset(
         if not count:
             continue
         path = folder / "shards" / f"{split}-00000.tok"
-        with ShardWriter(path, vocab_size=vocab, tokenizer_hash="ab" * 32, bos_id=1, eos_id=2) as writer:
+        with ShardWriter(path, vocab_size=vocab, tokenizer_hash=tokenizer, bos_id=1, eos_id=2) as writer:
             for line in range(count):
                 steps = rng.integers(1, 4, rng.integers(1, 40))
                 tokens = np.concatenate([4 + np.cumsum(steps) % (vocab - 4), [2]])
                 writer.add_document(tokens, source=0, line=line + 1, num_bytes=3 * len(tokens))
             splits[split] = (writer.finish(),)
         assert shard_path(folder, splits[split][0]) == path
-    info = TokenizerInfo("sentencepiece", "ab" * 32, vocab, 1, 2, None)
+    info = TokenizerInfo("sentencepiece", tokenizer, vocab, 1, 2, None)
     Manifest(info, splits).write(folder)
     write_sources(folder, [SourceFile("walks.txt", documents, 0, 0)])
     pack_dataset(folder, seq_len)

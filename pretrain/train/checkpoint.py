@@ -11,7 +11,9 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,7 +96,7 @@ class Checkpointer:
     ) -> None:
         where = folder.partial_dir(self.run, step)
         rank = self.world.rank
-        dcp.save(state, storage_writer=FileSystemWriter(where), process_group=self._group, no_dist=self.world.size == 1)
+        dcp.save(state, storage_writer=FileSystemWriter(where), process_group=self._group)
         error, mine = None, {}
         try:
             rng_file = f"rng-{rank:05d}.safetensors"
@@ -165,12 +167,12 @@ def choose(run: Path, world: World, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def read_state(path: Path, state: State, group: Any = None) -> None:
+def read_state(path: Path, state: State) -> None:
     """Fill the tensors of `state` in place from a checkpoint, resharding as needed; CheckpointError if names differ."""
     reader = SafeReader(path)
     _check_names(reader.read_metadata(), state, path)
-    single = not (dist.is_initialized() and dist.get_world_size() > 1)
-    dcp.load(state, storage_reader=reader, process_group=group, no_dist=single)
+    with _quiet_alone():
+        dcp.load(state, storage_reader=reader)
 
 
 def load_model_weights(path: Path) -> State:
@@ -188,11 +190,8 @@ def load_model_weights(path: Path) -> State:
 def write_weights(path: Path, weights: State, meta: dict[str, Any]) -> None:
     """Make a checkpoint folder that holds weights alone (for `init.from`, `pretrain export`), from a single process."""
     path.mkdir(parents=True)
-    dcp.save(
-        {f"model.{name}": tensor for name, tensor in weights.items()},
-        storage_writer=FileSystemWriter(path),
-        no_dist=True,
-    )
+    with _quiet_alone():
+        dcp.save({f"model.{name}": tensor for name, tensor in weights.items()}, storage_writer=FileSystemWriter(path))
     folder.write_synced(path / folder.META, json.dumps(meta, indent=1) + "\n")
     names = sorted(p.name for p in path.iterdir())
     files = folder.describe_files(path, names)
@@ -288,6 +287,14 @@ def restore_rng(path: Path, rank: int) -> bool:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     return True
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """DCP warns when it finds no process group; a command of one process has none and needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _sync(path: Path) -> None:

@@ -188,6 +188,8 @@ class Setup:
             if cfg.init.from_ is None:
                 return None
             source = Path(cfg.init.from_)
+            if not source.is_dir():
+                raise ConfigError(f"init.from={cfg.init.from_!r} is no folder; give a checkpoint or a run")
             source = source if (source / folder.MARKER).exists() else folder.newest_whole(source, self.sinks.say)
             return source, cfg.init.load
         if resume == "never":
