@@ -12,13 +12,14 @@ same byte for byte. What a worker does is in `worker`; this file only hands out 
 
 from __future__ import annotations
 
-import concurrent.futures as futures
 import itertools
 import json
 import multiprocessing
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def build(
     """Makes the dataset folder `out`, or this task's part of it (then the result is None until `merge`)."""
     if workers < 1 or not 0 <= task < num_tasks:
         raise DataError(
-            f"workers={workers} must be 1 or more, and task={task} one of 0 to {num_tasks - 1} (num_tasks less 1)"
+            f"workers={workers} must be 1 or more, and task={task} one of 0 to num_tasks - 1 = {num_tasks - 1}"
         )
     if seq_len < 1:
         raise DataError(f"seq_len={seq_len} must be at least 1")
@@ -197,7 +198,7 @@ def _run(
                     if not left[group]:
                         compose.append(group)
             progress.show()
-    except futures.process.BrokenProcessPool as error:
+    except BrokenProcessPool as error:
         raise WorkerDied(
             "a worker process died (killed, or out of memory); finished work is kept: run the command again to go on"
         ) from error

@@ -48,7 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", required=True, metavar="DIR")
     sub.add_argument("--kind", required=True, choices=["sentencepiece", "bpe"])
     sub.add_argument("--vocab-size", required=True, type=int, metavar="N", help="special tokens and bytes included")
-    sub.add_argument("--sample-mib", type=float, default=16.0, help="text to learn from, evenly spread (16)")
+    sub.add_argument(
+        "--sample-mib", type=float, default=16.0, metavar="N", help="text to learn from, evenly spread (16)"
+    )
+    sub.add_argument("--character-coverage", type=float, default=0.9995, metavar="F", help="sentencepiece: share of the"
+                     " text whose characters get ids, the rest become bytes (0.9995)")  # fmt: skip
     _reading_options(sub)
 
     sub = command("build", _build, "Tokenise the input into a dataset folder; run again to go on after a stop.")
@@ -87,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--doc", type=int, metavar="K", help="document of the split, from 0")
     what.add_argument("--row", type=int, metavar="R", help="row of the split, from 0")
     what.add_argument("--step", type=int, metavar="N", help="optimizer step, from 1; needs --config")
-    sub.add_argument(
-        "--config", metavar="C", help="a run's config or folder; with --doc, --row: at which steps"
-    )
+    sub.add_argument("--config", metavar="C", help="a run's config or folder; with --doc, --row: at which steps")
     sub.add_argument("--rank", type=int, metavar="R", help="only what this data-parallel rank sees at the step")
     sub.add_argument("--ranks", type=int, metavar="N", help="data-parallel ranks, if parallel.dp_shard leaves it open")
     sub.add_argument("--split", default="train", choices=["train", "val"])
@@ -129,6 +131,7 @@ def _tokenizer(args: argparse.Namespace) -> None:
         text_key=args.text_key,
         exclude=args.exclude,
         sample_mib=args.sample_mib,
+        character_coverage=args.character_coverage,
     )
     print(
         f"{args.out}: {made.kind} tokenizer of {made.vocab_size} ids; bos {made.bos_id}, eos {made.eos_id},"

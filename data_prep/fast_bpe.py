@@ -7,8 +7,8 @@ fixed nasty sample, on every token of the vocabulary and on the caller's own tex
 
 from __future__ import annotations
 
+import itertools
 import re
-import sys
 import unicodedata
 from collections.abc import Iterable
 from typing import Any
@@ -107,8 +107,8 @@ def why_not(spec: dict[str, Any]) -> str | None:
 
 
 def nasty_sample() -> list[str]:
-    """Texts where tokenizers differ: blanks, line ends, contractions, digits, marks, and every assigned code point
-    outside the large ideograph and Hangul blocks (of those, each 50th) between a letter and a digit."""
+    """Texts where tokenizers differ: blanks, line ends, contractions, digits, marks, and of the assigned characters
+    each 32nd and all those where the category changes, between a letter and a digit."""
     texts = [
         "",
         " ",
@@ -123,12 +123,11 @@ def nasty_sample() -> list[str]:
         "a" * 3000 + "!" * 3000 + " " * 3000 + "\n" * 300 + "x",
         "http://example.com/?q=a%20b&c=d#e foo_bar-baz@qux.org $5.00 (50%) [1]... --- *** ===\n//\n",
     ]
+    categories = [unicodedata.category(chr(code)) for code in range(0x20000)]  # above are ideographs only
     chars = [
         chr(code)
-        for code in range(sys.maxunicode + 1)
-        if not 0xD800 <= code < 0xE000
-        and (code % 50 == 0 or not (0x3400 <= code < 0xA000 or 0xAC00 <= code < 0xD7A4 or code >= 0x20000))
-        and unicodedata.category(chr(code)) not in ("Cn", "Co")
+        for code, (before, category) in enumerate(itertools.pairwise(["", *categories]))
+        if (category != before or code % 32 == 0) and category not in ("Cn", "Co", "Cs")
     ]
     return texts + ["".join(f"a{char}1" for char in chars[i : i + 1000]) for i in range(0, len(chars), 1000)]
 

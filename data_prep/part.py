@@ -71,7 +71,8 @@ class PartWriter:
             self._scratch.unlink(missing_ok=True)
 
     def _flush(self) -> None:
-        self._write(np.concatenate(self._held).astype(self._dtype).data)
+        if self._held:
+            self._write(np.concatenate(self._held).astype(self._dtype).data)
         self._held, self._held_tokens = [], 0
 
     def _write(self, data: memoryview | array[int]) -> None:

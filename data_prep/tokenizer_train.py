@@ -17,6 +17,7 @@ from data_prep.errors import DataError
 KINDS = ("sentencepiece", "bpe")
 SAMPLE_MIB = 16  # of text; more changes little and costs time: training is the one part on a single core
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")  # of kind bpe
+CHARACTER_COVERAGE = 0.9995  # of kind sentencepiece: share of the text whose characters get ids; the rest are bytes
 _LONGEST_LINE = 4096  # characters; what sentencepiece sees of a line at a time
 _SPOTS = 256  # about so many places of the input make up the sample
 
@@ -30,6 +31,7 @@ def train_tokenizer(
     text_key: str = "text",
     exclude: Sequence[str] = (),
     sample_mib: float = SAMPLE_MIB,
+    character_coverage: float = CHARACTER_COVERAGE,
 ) -> tokenizer.Tokenizer:
     """Writes the tokenizer into the folder `out` and returns it, loaded from there."""
     if kind not in KINDS:
@@ -47,7 +49,7 @@ def train_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     chained = (text for part in ([first], texts) for text in part)
     if kind == "sentencepiece":
-        _train_sentencepiece(chained, folder, vocab_size)
+        _train_sentencepiece(chained, folder, vocab_size, character_coverage)
     else:
         _train_bpe(chained, folder, vocab_size)
     trained = tokenizer.load_tokenizer(folder)
@@ -83,7 +85,7 @@ def sample(files: Sequence[sources.File], budget: int, text_key: str) -> Iterato
             return
 
 
-def _train_sentencepiece(texts: Iterator[str], folder: Path, vocab_size: int) -> None:
+def _train_sentencepiece(texts: Iterator[str], folder: Path, vocab_size: int, character_coverage: float) -> None:
     """Llama 2's settings: nothing normalised, digits apart, blanks of any length are pieces, bytes for the rest."""
     import sentencepiece
 
@@ -95,7 +97,7 @@ def _train_sentencepiece(texts: Iterator[str], folder: Path, vocab_size: int) ->
             model_type="bpe",
             vocab_size=vocab_size,
             byte_fallback=True,
-            character_coverage=0.9995,
+            character_coverage=character_coverage,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
