@@ -72,7 +72,6 @@ def world(timeout_seconds: float) -> Iterator[World]:
                 f"start as many processes a node as it has GPUs"
             )
         torch.cuda.set_device(device)
-    where: dict[str, Any] = {"init_method": "env://"} if ranks["size"] > 1 else {"store": dist.HashStore()}
     if "MASTER_PORT" not in os.environ and ranks["size"] > 1:
         raise ConfigError("MASTER_ADDR and MASTER_PORT are not set; start ranks with torchrun or pretrain-launch")
     timeout = timedelta(seconds=timeout_seconds)
@@ -83,7 +82,7 @@ def world(timeout_seconds: float) -> Iterator[World]:
             world_size=ranks["size"],
             timeout=timeout,
             device_id=device if cuda else None,
-            **where,
+            store=_meeting_point(ranks, timeout),
         )
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -93,6 +92,15 @@ def world(timeout_seconds: float) -> Iterator[World]:
     if cuda:
         torch.cuda.synchronize()
     dist.destroy_process_group()
+
+
+def _meeting_point(ranks: dict[str, int], timeout: timedelta) -> dist.Store:
+    """The store that ranks meet in. torchrun keeps one store over its restarts without clearing it (torch 2.13), and
+    ranks that read the addresses of the dead hang, so each restart has a room of its own in it."""
+    if ranks["size"] == 1:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", ranks["rank"], ranks["size"], timeout=timeout))
+    return dist.PrefixStore(f"restart_{restart_count()}", store)
 
 
 def agree_max(value: int, world: World) -> int:

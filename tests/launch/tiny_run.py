@@ -1,7 +1,11 @@
 """A dataset of random tokens and a config of a Llama with 20 thousand parameters: training that starts in seconds."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import numpy as np
 
 from data_prep.pack import pack_dataset
 from data_prep.shard import Manifest, ShardWriter, SourceFile, TokenizerInfo, write_sources
+from launch import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, SEQ_LEN = 64, 32
@@ -69,9 +74,24 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
-def launcher(*args: str | Path, **options: Any) -> "subprocess.Popen[str]":
+Launcher = Callable[..., "subprocess.Popen[str]"]
+
+
+def launch(*args: str | Path) -> "subprocess.Popen[str]":
     """`pretrain-launch` as a process, both outputs in one pipe."""
     command = [sys.executable, "-m", "launch", *map(str, args)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
-    )  # fmt: skip
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Kill what the launcher started, from the leaves, then itself."""
+    if process.poll() is None:
+        for child in ranks.children(process.pid):
+            for rank in ranks.torchrun_ranks(child):
+                ranks.send(rank, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
