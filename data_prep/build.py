@@ -23,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from data_prep import fast_bpe, pack, plan, sources, worker
+from data_prep import fast_bpe, pack, plan, sources, sums, worker
 from data_prep.blockfile import whole_file
 from data_prep.errors import DataError
 from data_prep.progress import Progress
@@ -84,6 +84,8 @@ def merge(folder: str | Path, *, seq_len: int | None = None, packing: Packing | 
     folder = Path(folder)
     if not (folder / "manifest.json").exists():
         _write_manifest(folder, plan.Plan.read(folder / "build" / "plan.json"))
+    if not (folder / sums.NAME).exists():
+        sums.write_sums(folder)
     told = folder / "build" / "rows.json"
     if told.exists():
         asked = json.loads(told.read_bytes())

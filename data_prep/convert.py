@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data_prep import pack
+from data_prep import pack, sums
 from data_prep.blockfile import whole_file
 from data_prep.errors import DataError
 from data_prep.inspect import open_shard
@@ -109,6 +109,7 @@ def import_dataset(
     )
     manifest = Manifest(tokenizer=info, splits=shards, settings={"imported": kind})
     manifest.write(folder)
+    sums.write_sums(folder)
     if seq_len:
         pack.pack_dataset(folder, seq_len, packing or "best_fit")
     return manifest

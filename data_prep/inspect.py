@@ -15,6 +15,7 @@ from data_prep.errors import DataError
 from data_prep.row_index import Packing, RowIndex, index_path, packings, shards_hash
 from data_prep.rows import Rows, open_rows
 from data_prep.shard import Manifest, Shard, ShardInfo, SourceFile, read_sources, shard_path
+from data_prep.sums import check_sums
 from data_prep.tokenizer import load_tokenizer
 
 _SOURCES_SHOWN = 10
@@ -23,6 +24,7 @@ _SOURCES_SHOWN = 10
 def verify(folder: str | Path) -> str:
     """Reads every byte. Raises DataError that names the first file that is not as it should be; else a summary."""
     manifest, sources = Manifest.read(folder), read_sources(folder)
+    check_sums(Path(folder))
     tokenizer = load_tokenizer(Path(folder) / "tokenizer")
     if tokenizer.hash != manifest.tokenizer.hash:
         raise DataError(

@@ -1,0 +1,37 @@
+"""DIR/SHA256SUMS: checksums of a dataset's small files, which carry none themselves. `sha256sum -c` reads it, too.
+
+Shards and row indexes prove themselves; manifest, list of sources and the tokenizer's files are proven here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from data_prep.blockfile import whole_file
+from data_prep.errors import DataError
+
+NAME = "SHA256SUMS"
+
+
+def write_sums(folder: Path) -> None:
+    with whole_file(folder / NAME) as file:
+        file.write(_sums(folder).encode())
+
+
+def check_sums(folder: Path) -> None:
+    """DataError if a file is not the one that was written, is missing or new."""
+    try:
+        written = (folder / NAME).read_bytes().decode(errors="replace")
+    except FileNotFoundError as error:
+        raise DataError(f"{folder / NAME}: is missing; run the build to its end") from error
+    different = sorted(set(written.split("\n")) ^ set(_sums(folder).split("\n")))
+    if different:
+        name = different[0].partition("  ")[2]
+        raise DataError(f"{folder / name}: is not as it was written, or {NAME} is not; copy or build it again")
+
+
+def _sums(folder: Path) -> str:
+    paths = [folder / "manifest.json", folder / "sources.json", *sorted((folder / "tokenizer").iterdir())]
+    sums = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return "".join(f"{digest}  {name}\n" for name, digest in sums.items())
