@@ -80,7 +80,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int
 
     known = inspect.signature(varlen_attn).parameters
     # The spelling changed between torch 2.10 (is_causal) and 2.13 (window_size, enable_gqa).
-    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if q.size(2) != k.size(2):
         if "enable_gqa" in known:
             causal["enable_gqa"] = True

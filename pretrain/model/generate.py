@@ -39,8 +39,8 @@ class Sampling:
             raise ConfigError(f"top_p={self.top_p} must lie above 0 and at most at 1")
         if self.temperature == 0 and (self.top_k > 1 or self.top_p < 1):
             raise ConfigError(
-                f"temperature=0 takes the likeliest token, so top_k={self.top_k} and top_p={self.top_p} have no effect; "
-                f"leave them out or set a temperature"
+                f"temperature=0 takes the likeliest token, so top_k={self.top_k} and top_p={self.top_p} "
+                f"have no effect; leave them out or set a temperature"
             )
 
 
@@ -123,12 +123,13 @@ def generate(
     longest, limit = max(lengths), min(vocab_size or cfg.vocab_size, cfg.vocab_size)
     if max_new_tokens < 1 or longest + max_new_tokens > cfg.max_seq_len:
         raise ConfigError(
-            f"max_new_tokens={max_new_tokens} must be at least 1 and, with the longest prompt of {longest} tokens, at most "
-            f"model.max_seq_len={cfg.max_seq_len}; shorten the prompt or generate fewer"
+            f"max_new_tokens={max_new_tokens} must be at least 1 and, with the longest prompt of {longest} tokens, "
+            f"at most model.max_seq_len={cfg.max_seq_len}; shorten the prompt or generate fewer"
         )
     highest, lowest = max(map(max, prompts)), min(map(min, prompts))
     if lowest < 0 or highest >= limit:
-        raise ConfigError(f"a prompt holds token id {highest if highest >= limit else lowest} of a vocabulary of {limit}")
+        wrong = highest if highest >= limit else lowest
+        raise ConfigError(f"a prompt holds token id {wrong}, but the vocabulary has {limit} tokens")
     ends = as_end_ids(end_ids)
     fill = pad_id if pad_id is not None else next(iter(ends), 0)
     device = model.tok_embeddings.weight.device

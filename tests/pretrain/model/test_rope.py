@@ -18,15 +18,20 @@ def config(**sizes) -> ModelConfig:
     return ModelConfig.model_validate(small | sizes)
 
 
-def test_the_real_form_equals_multiplication_by_complex_numbers():
+@pytest.mark.parametrize("compiling", [False, True])
+def test_the_eager_and_the_compiled_form_are_multiplication_by_complex_numbers(monkeypatch, compiling):
     cfg = config(head_dim=16, rope_theta=10_000.0)
     positions = torch.tensor([[0, 1, 2, 700], [5, 0, 0, 131_071]])
     x = torch.randn(2, 4, 3, 16, generator=torch.Generator().manual_seed(0))
-    table = rope_table(cfg, positions)
-    turns = torch.polar(torch.ones_like(table.cos), positions.unsqueeze(-1) * inverse_frequencies(cfg, CPU, torch.float32))
+    angles = positions.unsqueeze(-1) * inverse_frequencies(cfg, CPU, torch.float32)
+    turns = torch.polar(torch.ones_like(angles), angles)
     expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns.unsqueeze(2)).flatten(-2)
-    torch.testing.assert_close(rotate(x, table), expected, atol=1e-6, rtol=1e-6)
-    assert torch.equal(rotate(x, table)[0, 0], x[0, 0])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    out = rotate(x, rope_table(cfg, positions))
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(out[0, 0], x[0, 0])
+    half = rotate(x.bfloat16(), rope_table(cfg, positions))
+    torch.testing.assert_close(half, rotate(x.bfloat16().float(), rope_table(cfg, positions)).bfloat16())
 
 
 def test_scores_depend_on_the_distance_alone():

@@ -25,7 +25,7 @@ from pretrain.train.convert import export_model, import_model, plan_files
 from pretrain.train.stored_model import load_model, open_model
 
 SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
-WORDS = ("train the model well . so that a small one can read and write what it was told <pad>").split()
+TEXT = "train the model well . so that a small one can read and write what it was told <pad>"
 
 
 def config(**sizes) -> ModelConfig:
@@ -38,8 +38,8 @@ def write_tokenizer_json(target: Path, size: int = 97) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     target.mkdir(parents=True)
-    letters = [chr(c) for c in range(33, 127) if chr(c) != '"'][: size - 4] + ["\u0120"]
-    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {letter: 3 + i for i, letter in enumerate(letters)}
+    letters = [chr(c) for c in range(33, 127) if chr(c) != '"'][: size - 4]
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<pad>", "\u0120", *letters])}
     library = Tokenizer(models.BPE(vocabulary, []))
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r" ?\S+|\s+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
@@ -146,8 +146,8 @@ def test_vocabulary_padding_reaches_neither_the_export_nor_a_sample(tmp_path, ca
     export_model(open_model(run), tmp_path / "padded", keep_padding=True)
     assert load_strictly(tmp_path / "padded").config.vocab_size == 128
     ids = []
-    for seed in range(5):
-        prompts = ["--prompt", "a"] * 40
+    for seed in range(2):
+        prompts = ["--prompt", "a"] * 100
         command = ["generate", str(run), *prompts, "--max-new-tokens", "50", "--temperature", "5", "--seed", str(seed)]
         assert cli.main([*command, "--json"]) == 0
         ids += [i for line in capsys.readouterr().out.splitlines() for i in json.loads(line)["tokens"]]
@@ -209,7 +209,8 @@ def test_files_are_filled_in_order_up_to_the_limit():
 def test_the_exported_tokenizer_gives_the_same_ids_in_transformers(tmp_path, kind):
     from data_prep.tokenizer_train import train_tokenizer
 
-    lines = [" ".join(WORDS[i:] + WORDS[:i]) + "\n    def f(x):  # 123\n" for i in range(len(WORDS))] * 4
+    words = TEXT.split()
+    lines = [" ".join(words[i:] + words[:i]) + "\n    def f(x):  # 123\n" for i in range(len(words))] * 4
     (tmp_path / "text.txt").write_text("\n".join(lines))
     train_tokenizer([str(tmp_path / "text.txt")], tmp_path / "tok", kind=kind, vocab_size=330)
     check_exported_tokenizer(load_tokenizer(tmp_path / "tok"), tmp_path)
@@ -396,7 +397,7 @@ def test_an_import_of_weights_that_do_not_fit_their_config_is_refused_with_names
     path.unlink()
     with pytest.raises(ConfigError, match="pickled weights are not read"):
         import_model(tmp_path / "hf", tmp_path / "back")
-    with pytest.raises(ConfigError, match="config.json: no such file"):
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         import_model(tmp_path / "none", tmp_path / "back")
     # A copy of the tied head, and tables of old versions, change nothing.
     copy = weights["model.embed_tokens.weight"].clone()
