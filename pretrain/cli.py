@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +11,12 @@ from pretrain.errors import CheckpointError, ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parse(argv)
     try:
         return int(args.run(args) or 0)
+    except BrokenPipeError:  # pretrain plan ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -24,6 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {e}", file=sys.stderr)
             return 2
         raise
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; overrides may stand before and after the options."""
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    late = [text for text in rest if "=" in text and not text.startswith("-")]
+    if len(late) < len(rest) or (late and not hasattr(args, "overrides")):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if late:
+        args.overrides = [*args.overrides, *late]
+    return args
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,7 +87,16 @@ def _train(args: argparse.Namespace) -> int:
     from pretrain.train.run import run_training
 
     allowed = {key.strip() for key in args.allow_change.split(",") if key.strip()}
-    return run_training(cfg, resume=args.resume, allow_change=allowed)
+    try:
+        return run_training(cfg, resume=args.resume, allow_change=allowed)
+    except ConfigError:
+        raise
+    except BaseException:
+        # A crash. Tear-down would wait for ranks that wait for this one, so leave at once; torchrun ends the others.
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

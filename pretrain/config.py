@@ -65,6 +65,8 @@ class RunConfig(Table):
     seed: Count = 1234
     deterministic: Flag = False  # refuse operations whose result may differ from run to run
     timeout_seconds: Annotated[Float, Field(gt=0)] = 600.0  # a collective that takes longer ends the job
+    hang_factor: Annotated[Float, Field(ge=0)] = 30.0  # times the median step that make a hang; 0: never
+    hang_seconds: Annotated[Float, Field(gt=0)] = 300.0  # a shorter step is never a hang
     gc_every: Count = 100  # optimizer steps between Python garbage collections, on all ranks; 0: Python's own
 
 
@@ -375,6 +377,7 @@ def inactive_keys(cfg: Config) -> list[tuple[str, str, str]]:
         (opt == "adamw", "optimizer", ("momentum",), 'beside optimizer.name="adamw"'),
         (ac != "full", "activation_checkpoint", ("every",), f'beside activation_checkpoint.mode="{ac}"'),
         (cfg.init.from_ is None, "init", ("load", "data"), "without init.from"),
+        (cfg.run.hang_factor == 0, "run", ("hang_seconds",), "while run.hang_factor=0"),
         (
             "wandb" not in cfg.metrics.sinks,
             "metrics",

@@ -156,7 +156,8 @@ class ZeroEngine:
         self.engine.step()
         if not self.engine.was_step_applied():
             return torch.tensor(float("nan"), device=self.device)  # DeepSpeed left a non-finite update out
-        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        return norm.where(norm >= 0, torch.nan)  # DeepSpeed's sign for a norm that is not finite is -1
 
     def state(self) -> State:
         """Copies of this rank's rows of every tensor; one whole tensor exists at a time."""

@@ -68,9 +68,14 @@ class Checkpointer:
         host = {name: self._to_host(tensor) for name, tensor in state.items()}
         stall = time.perf_counter() - start
         self._thread = threading.Thread(
-            target=self._guarded, args=(step, host, meta, rng, start, stall), name="checkpoint"
+            target=self._guarded, args=(step, host, meta, rng, start, stall), name="checkpoint", daemon=True
         )
         self._thread.start()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a background save was started that `wait` has not yet seen through; the same on every rank."""
+        return self._thread is not None
 
     def wait(self) -> None:
         """Finish the save in flight and raise what went wrong in it."""

@@ -36,25 +36,31 @@ from pretrain.train.resume import compare_configs
 from pretrain.train.run_folder import EXIT_STATUS, Status, open_run_folder, write_outcome
 from pretrain.train.stop import Reason, Stop
 from pretrain.train.trainer import Trainer
+from pretrain.train.watchdog import Watchdog
 
 
 def run_training(cfg: Config, *, resume: Literal["auto", "never"], allow_change: set[str]) -> int:
     """Train until a decided end; the process's exit status (0 for every decided end under torchrun)."""
-    with world(cfg.run.timeout_seconds) as ranks:
-        reason = train_in(ranks, cfg, resume=resume, allow_change=allow_change)
+    stop = Stop(Path(cfg.run.dir))
+    with stop.listening(), world(cfg.run.timeout_seconds) as ranks:
+        reason = train_in(ranks, cfg, stop, resume=resume, allow_change=allow_change)
     return 0 if under_torchrun() else EXIT_STATUS[reason]
 
 
 def train_in(
-    ranks: World, cfg: Config, *, resume: Literal["auto", "never"] = "auto", allow_change: set[str] | None = None
+    ranks: World,
+    cfg: Config,
+    stop: Stop,
+    *,
+    resume: Literal["auto", "never"] = "auto",
+    allow_change: set[str] | None = None,
 ) -> Status:
     """One attempt in a world that has been joined; how it ended, as written to RUN/outcome.json."""
     run = Path(cfg.run.dir)
     layout = cfg.layout(ranks.size)
     check_sinks(cfg.metrics.sinks)
     attempt = open_run_folder(cfg, ranks)
-    stop = Stop(run, ranks)
-    with rank_log(run, ranks), stop.listening():
+    with rank_log(run, ranks):
         reason, step, message = _attempt(cfg, layout, ranks, stop, attempt, resume, allow_change or set())
     if ranks.first:
         write_outcome(run, reason, step, attempt, message)
@@ -71,7 +77,7 @@ def _attempt(
     try:
         trainer = setup.trainer(stop, resume, allow_change)
         reason = trainer.train()
-        stop.honoured()
+        stop.honoured(ranks)
         status: Status = "finished" if reason is Reason.none else reason.name  # type: ignore[assignment]
         if ranks.first:
             event = {"finished": "finish", "preempted": "preempt"}.get(status, "stop")
@@ -141,6 +147,7 @@ class Setup:
             done=origin["step"],
             rows_consumed=origin["rows_consumed"],
             attempt=self.attempt,
+            watchdog=self._watchdog(),
             world=ranks,
         )
         self.done = lambda: trainer.done
@@ -293,6 +300,15 @@ class Setup:
             self.sinks.say("no validation rows in data.sources: nothing to evaluate")
             return None
         return lambda hurry: evaluate(engine, rows, self.ranks, hurry)
+
+    def _watchdog(self) -> Watchdog:
+        run, rank = self.cfg.run, self.ranks.rank
+
+        def on_hang(step: int, waited: float) -> None:
+            self.sinks.event("hang", step, rank=rank, seconds=round(waited, 1), stacks=f"logs/rank-{rank}.log")
+
+        log = self.run / "logs" / f"rank-{rank}.log"
+        return Watchdog(log, factor=run.hang_factor, least_seconds=run.hang_seconds, on_hang=on_hang)
 
     def _describe(self, engine: Engine) -> None:
         cfg, layout, say = self.cfg, self.layout, self.sinks.say

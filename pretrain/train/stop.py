@@ -30,27 +30,30 @@ _SIGNALS = {
     signal.SIGINT: Reason.user,
 }
 STOP_FILE = "STOP"
+_HURRY = 16  # above every Reason, so that one maximum carries both
 
 
 class Stop:
-    """What this rank has heard, and what all ranks agree on."""
+    """What this rank has heard, and what all ranks agree on. Listens from before the ranks meet."""
 
-    def __init__(self, run: Path, world: World) -> None:
+    def __init__(self, run: Path) -> None:
         self._file = run / STOP_FILE
-        self._world = world
         self._heard = Reason.none
-        self.count = 0  # signals so far; a second one asks for hurry
+        self._count = 0
+        self.hurry = False  # agreed: a second signal came, so no new checkpoint while one is being written
 
-    def agreed(self) -> Reason:
+    def agreed(self, world: World) -> Reason:
         """Collective, once a step: the reason to stop now that any rank knows of."""
         mine = self._heard
-        if self._world.first and self._file.exists():
+        if world.first and self._file.exists():
             mine = max(mine, Reason.user)
-        return Reason(agree_max(int(mine), self._world))
+        hurry, reason = divmod(agree_max(int(mine) + _HURRY * (self._count > 1), world), _HURRY)
+        self.hurry = hurry > 0
+        return Reason(reason)
 
-    def honoured(self) -> None:
+    def honoured(self, world: World) -> None:
         """Rank 0 removes the STOP file, so that the next start runs."""
-        if self._world.first:
+        if world.first:
             self._file.unlink(missing_ok=True)
 
     @contextmanager
@@ -65,5 +68,6 @@ class Stop:
 
     def _hear(self, number: int, frame: types.FrameType | None) -> None:
         self._heard = max(self._heard, _SIGNALS[signal.Signals(number)])
-        self.count += 1
-        os.write(2, f"{signal.Signals(number).name} heard: saving and leaving after this step\n".encode())
+        self._count += 1
+        what = "saving and leaving after this step" if self._count == 1 else "leaving as fast as is safe"
+        os.write(2, f"{signal.Signals(number).name} heard: {what}\n".encode())

@@ -23,6 +23,7 @@ from pretrain.parallel.engine import Engine
 from pretrain.train.checkpoint import Checkpointer
 from pretrain.train.schedule import lr_at
 from pretrain.train.stop import Reason, Stop
+from pretrain.train.watchdog import Watchdog
 
 Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
 
@@ -45,20 +46,22 @@ class Trainer:
         done: int,
         rows_consumed: int,
         attempt: int,
+        watchdog: Watchdog,
         world: World,
     ) -> None:
         self.cfg, self.engine, self.loader, self.meter, self.sinks = cfg, engine, loader, meter, sinks
         self.checkpointer, self.stop, self.evaluate, self.meta = checkpointer, stop, evaluate, meta
         self.done, self.rows_consumed, self.attempt, self.world = done, rows_consumed, attempt, world
+        self.watchdog = watchdog
         self.saved = done  # the newest step that is in a checkpoint
         self._norms: list[Tensor] = []  # of the steps not yet looked at for anomalies
 
     def train(self) -> Reason:
         """Train to the last step, or to an agreed stop; the reason (none: finished). All that was done is saved."""
         cfg, engine, meter = self.cfg, self.engine, self.meter
-        stopping = self.stop.agreed()
+        stopping = self.stop.agreed(self.world)
         meter.restart_clock()
-        with garbage_collection_at_fixed_steps(cfg.run.gc_every) as collect:
+        with garbage_collection_at_fixed_steps(cfg.run.gc_every) as collect, self.watchdog.watching():
             while self.done < cfg.steps and not stopping:
                 lr = lr_at(self.done + 1, cfg)
                 waited = self.loader.data_wait_seconds
@@ -72,6 +75,7 @@ class Trainer:
                 self.done += 1
                 self.rows_consumed += cfg.train.global_batch_size
                 meter.step_done(tokens=step.tokens, targets=step.targets, data_wait=waited)
+                self.watchdog.beat(self.done)
                 self.checkpointer.raise_if_failed()
                 collect(self.done)
                 if meter.due(self.done):
@@ -79,7 +83,7 @@ class Trainer:
                     self.check_anomalies()
                 if self.evaluate is not None and due(self.done, cfg.eval.every, cfg.steps):
                     self.validate(self.evaluate)
-                stopping = self.stop.agreed()
+                stopping = self.stop.agreed(self.world)
                 if stopping or due(self.done, cfg.checkpoint.every, cfg.steps):
                     self.save(background=cfg.checkpoint.async_ and not stopping and self.done < cfg.steps)
         self.checkpointer.wait()
@@ -87,17 +91,17 @@ class Trainer:
 
     def validate(self, evaluate: Evaluate) -> None:
         """Validation metrics of this step; left out when a stop comes meanwhile."""
-        with self.meter.pause("eval"):
-            metrics = evaluate(lambda: self.stop.agreed() is not Reason.none)
+        with self.meter.pause("eval"), self.watchdog.paused():
+            metrics = evaluate(lambda: self.stop.agreed(self.world) is not Reason.none)
         if metrics is not None:
             self.sinks.write({"step": self.done, "attempt": self.attempt, **metrics})
 
     def save(self, *, background: bool) -> None:
         """A checkpoint of this step, unless it has one; never of steps whose anomalies were not looked at."""
         self.check_anomalies()
-        if self.saved == self.done:
+        if self.saved == self.done or (self.stop.hurry and self.checkpointer.writing):
             return
-        with self.meter.pause("save"):
+        with self.meter.pause("save"), self.watchdog.paused():
             self.checkpointer.save(self.done, self.engine.state(), self.meta(self), background=background)
         self.saved = self.done
 
@@ -116,9 +120,9 @@ class Trainer:
                 if self.world.first:
                     self.sinks.event("anomaly", step, grad_norm=str(norm), rows=[first_row, last_row])
                 raise AnomalyError(
-                    f"step {step}: the gradient norm is {norm}; the newest checkpoint is of step {self.saved}; look "
-                    f"at its rows {first_row} to {last_row} with pretrain-data inspect --step {step}, leave them out with "
-                    f"data.skip=[[{first_row}, {last_row}]], or lower optimizer.lr, and start again"
+                    f"step {step}: the gradient norm is {norm}; the newest checkpoint is of step {self.saved}; "
+                    f"look at its rows {first_row} to {last_row} with pretrain-data inspect --step {step}, leave them "
+                    f"out with data.skip=[[{first_row}, {last_row}]], or lower optimizer.lr, and start again"
                 )
 
 

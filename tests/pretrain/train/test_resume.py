@@ -32,6 +32,7 @@ def run_jobs(root: str, jobs: list[Job]) -> list[list[str]]:
 def attempt(ranks: Any, root: str, changes: dict[str, Any], stop_after: int | None) -> str:
     from pretrain.metrics.sinks import Sinks
     from pretrain.train.run import train_in
+    from pretrain.train.stop import Stop
 
     changes = dict(changes)
     run = Path(root, changes.pop("name"))
@@ -45,7 +46,7 @@ def attempt(ranks: Any, root: str, changes: dict[str, Any], stop_after: int | No
 
     Sinks.write = write  # type: ignore[method-assign]
     try:
-        return train_in(ranks, cfg)
+        return train_in(ranks, cfg, Stop(run))
     finally:
         Sinks.write = plain  # type: ignore[method-assign]
 

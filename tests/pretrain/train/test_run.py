@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ranks import run_ranks
 from small import make_dataset, small_config
 
+from pretrain.config import Config
 from pretrain.dist import World, world
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.metrics.jsonl import read_records
@@ -23,6 +24,7 @@ from pretrain.train.checkpoint import load_model_weights
 from pretrain.train.evaluate import evaluate
 from pretrain.train.optimizer import build_optimizer, describe_groups
 from pretrain.train.run import read_outcome, train_in
+from pretrain.train.stop import Stop
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "walks")
 
 
+def start(ranks: World, cfg: Config, **options: Any) -> str:
+    return train_in(ranks, cfg, Stop(Path(cfg.run.dir)), **options)
+
+
 def outcome(run: Path) -> dict[str, Any]:
     found = read_outcome(run)
     assert found is not None
@@ -46,7 +52,7 @@ def test_a_finished_run_leaves_what_the_interface_promises(tmp_path: Path, data:
     cfg = small_config(
         tmp_path, data, train__steps=6, metrics__every=2, checkpoint__every=2, checkpoint__keep=2, eval__every=3
     )
-    assert train_in(ranks, cfg) == "finished"
+    assert start(ranks, cfg) == "finished"
     assert outcome(tmp_path) | {"time": ""} == {
         "status": 0,
         "reason": "finished",
@@ -75,7 +81,7 @@ def test_a_finished_run_leaves_what_the_interface_promises(tmp_path: Path, data:
     assert environment["seed"] == 7
     assert (tmp_path / "config.toml").exists()
     # Starting a finished run again changes nothing and says so.
-    assert train_in(ranks, cfg) == "finished"
+    assert start(ranks, cfg) == "finished"
     assert outcome(tmp_path)["attempt"] == 1
     assert [line["step"] for line in read_records(tmp_path / "metrics.jsonl")] == [line["step"] for line in lines]
 
@@ -94,7 +100,7 @@ def test_a_finished_run_leaves_what_the_interface_promises(tmp_path: Path, data:
 def test_what_cannot_work_is_refused_before_the_first_step(
     tmp_path: Path, data: Path, ranks: World, changes: dict[str, Any], parts: list[str]
 ) -> None:
-    assert train_in(ranks, small_config(tmp_path, data, **changes)) == "refused"
+    assert start(ranks, small_config(tmp_path, data, **changes)) == "refused"
     found = outcome(tmp_path)
     assert (found["status"], found["step"]) == (2, 0)
     for part in parts:
@@ -105,7 +111,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(
 def test_sources_of_different_tokenizers_are_refused(tmp_path: Path, data: Path, ranks: World) -> None:
     other = make_dataset(tmp_path / "other", tokenizer="cd" * 32)
     cfg = small_config(tmp_path / "run", data, data__sources=[{"path": str(data)}, {"path": str(other)}])
-    assert train_in(ranks, cfg) == "refused"
+    assert start(ranks, cfg) == "refused"
     assert "tokenizer" in outcome(tmp_path / "run")["message"]
 
 
@@ -115,15 +121,15 @@ def test_a_damaged_shard_stops_the_run_by_name(tmp_path: Path, ranks: World) -> 
     raw = bytearray(shard.read_bytes())
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)
-    assert train_in(ranks, small_config(tmp_path / "run", data)) == "refused"
+    assert start(ranks, small_config(tmp_path / "run", data)) == "refused"
     assert "train-00000.tok" in outcome(tmp_path / "run")["message"]
 
 
 def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path, data: Path, ranks: World) -> None:
-    train_in(ranks, small_config(tmp_path, data, train__steps=2))
+    start(ranks, small_config(tmp_path, data, train__steps=2))
     before = (tmp_path / "config.toml").read_bytes()
     with pytest.raises(ConfigError, match=r"holds the run named 'small', not run\.name='other'"):
-        train_in(ranks, small_config(tmp_path, data, train__steps=2, run__name="other"))
+        start(ranks, small_config(tmp_path, data, train__steps=2, run__name="other"))
     assert (tmp_path / "config.toml").read_bytes() == before
     assert outcome(tmp_path)["reason"] == "finished"
 
@@ -132,28 +138,28 @@ def test_resume_refuses_another_model_and_bends_the_course_only_by_name(
     tmp_path: Path, data: Path, ranks: World
 ) -> None:
     """G21: another length would change the curve, so the run stops and asks."""
-    assert train_in(ranks, small_config(tmp_path, data, train__steps=4)) == "finished"
-    assert train_in(ranks, small_config(tmp_path, data, train__steps=4, model__d_ff=96)) == "refused"
+    assert start(ranks, small_config(tmp_path, data, train__steps=4)) == "finished"
+    assert start(ranks, small_config(tmp_path, data, train__steps=4, model__d_ff=96)) == "refused"
     assert "model.d_ff: 64 -> 96" in outcome(tmp_path)["message"]
     longer = small_config(tmp_path, data, train__steps=6)
-    assert train_in(ranks, longer) == "refused"
+    assert start(ranks, longer) == "refused"
     assert "train.steps: 4 -> 6" in outcome(tmp_path)["message"]
     assert "--allow-change train.steps" in outcome(tmp_path)["message"]
-    assert train_in(ranks, longer, allow_change={"train.steps"}) == "finished"
+    assert start(ranks, longer, allow_change={"train.steps"}) == "finished"
     resume = [e for e in read_records(tmp_path / "events.jsonl") if e["event"] == "resume"][-1]
     assert resume["changed"] == {"train.steps": [4, 6]}
-    assert train_in(ranks, longer, resume="never") == "refused"
+    assert start(ranks, longer, resume="never") == "refused"
     assert "--resume never" in outcome(tmp_path)["message"]
 
 
 def test_other_data_is_refused_on_resume_and_moved_data_is_not(tmp_path: Path, ranks: World) -> None:
     first = make_dataset(tmp_path / "first")
-    assert train_in(ranks, small_config(tmp_path / "run", first, train__steps=3)) == "finished"
+    assert start(ranks, small_config(tmp_path / "run", first, train__steps=3)) == "finished"
     moved = first.rename(tmp_path / "moved")
     longer = {"train__steps": 4}
-    assert train_in(ranks, small_config(tmp_path / "run", moved, **longer), allow_change={"train.steps"}) == "finished"
+    assert start(ranks, small_config(tmp_path / "run", moved, **longer), allow_change={"train.steps"}) == "finished"
     other = make_dataset(tmp_path / "other", seed=1)
-    assert train_in(ranks, small_config(tmp_path / "run", other, **longer)) == "refused"
+    assert start(ranks, small_config(tmp_path / "run", other, **longer)) == "refused"
     assert "contents of data.sources" in outcome(tmp_path / "run")["message"]
 
 
@@ -161,7 +167,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(tmp_path: Pat
     cfg = small_config(
         tmp_path, data, optimizer__name="sgd", optimizer__lr=1e30, train__grad_clip=0.0, checkpoint__every=1
     )
-    assert train_in(ranks, cfg) == "anomaly"
+    assert start(ranks, cfg) == "anomaly"
     found = outcome(tmp_path)
     assert found["status"] == 70
     assert "gradient norm is" in found["message"]
@@ -171,11 +177,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(tmp_path: Pat
 
 
 def test_init_takes_weights_from_another_run_only_once(tmp_path: Path, data: Path, ranks: World) -> None:
-    train_in(ranks, small_config(tmp_path / "a", data, train__steps=3))
+    start(ranks, small_config(tmp_path / "a", data, train__steps=3))
     source = load_model_weights(folder.newest_whole(tmp_path / "a"))
     changes = {"init__from": str(tmp_path / "a"), "optimizer__lr": 1e-12, "optimizer__weight_decay": 0.0}
     cfg = small_config(tmp_path / "b", data, train__steps=2, **changes)
-    assert train_in(ranks, cfg) == "finished"
+    assert start(ranks, cfg) == "finished"
     for name, tensor in load_model_weights(folder.newest_whole(tmp_path / "b")).items():
         assert torch.allclose(tensor, source[name], atol=1e-6), name
     assert next(iter(read_records(tmp_path / "b" / "metrics.jsonl")))["step"] == 1
@@ -188,7 +194,7 @@ def test_room_is_checked_before_the_first_step(
     usage = folder.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes and 1,000 are free"):
-        train_in(ranks, small_config(tmp_path, data))
+        start(ranks, small_config(tmp_path, data))
 
 
 def test_decay_touches_matrices_and_embeddings_but_no_norm(ranks: World) -> None:
