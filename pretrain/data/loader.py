@@ -21,7 +21,8 @@ from pretrain.data.reader import BadRow, Events, Reader, history
 from pretrain.errors import ConfigError
 
 _AHEAD = 512  # positions whose place in the stream is worked out in one go
-_STRETCH = 1 << 17  # positions read in one go: enough to hide numpy's cost per call, and still in the cache
+# Read in one go, in rows and in positions: enough to hide numpy's cost per call, and still in the cache.
+_STRETCH_ROWS, _STRETCH_POSITIONS = 64, 1 << 17
 CPU = torch.device("cpu")
 
 
@@ -97,6 +98,7 @@ class Loader:
         self.fingerprint = history(cfg, seed, reader.fingerprint, 0, 0)  # of data, weights and seed
         self.data_wait_seconds = 0.0  # spent in `step` so far
         self.rows_substituted = 0
+        self._stretch = min(_STRETCH_ROWS, _STRETCH_POSITIONS // cfg.seq_len)
         self._plan_first, self._plan = 0, self.order.rows(0, 0)
         self._prefetch = Prefetcher(self._make, cfg.prefetch)
 
@@ -146,7 +148,7 @@ class Loader:
 
     def _make(self, position: int, rows: int, awaited: bool) -> list[_Made]:
         """In the thread: the step at `position`, and unless it is awaited as many more as fill a stretch."""
-        steps = 1 if awaited else max(1, _STRETCH * self._world // (rows * self._cfg.seq_len))
+        steps = 1 if awaited else max(1, self._stretch * self._world // rows)
         try:
             return self._read(position, rows, steps)
         except DataError:
@@ -160,7 +162,7 @@ class Loader:
             counts.reshape(steps, rows).sum(1).tolist() for counts in self._reader.counts(plan.source, plan.row)
         )
         at = np.arange(rows * steps).reshape(-1, self._world, self._micro)[:, self._rank].reshape(-1)
-        stride = max(1, _STRETCH // (self._micro * self._cfg.seq_len)) * self._micro
+        stride = max(1, self._stretch // self._micro) * self._micro
         batches: list[Batch] = []
         bad: list[BadRow] = []
         for begin in range(0, len(at), stride):
