@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from data_prep import tokenizer as tk
 from data_prep.tokenizer_hf import BYTE_OF_CHAR, KNOWN_PATTERNS, pattern_of
+
+Encode = Callable[[str], np.ndarray]
 
 
 def accelerate(tokenizer: tk.Tokenizer, texts: Iterable[str] = ()) -> str:
@@ -34,41 +36,45 @@ def accelerate(tokenizer: tk.Tokenizer, texts: Iterable[str] = ()) -> str:
     return f"encoding with `tokenizers` (slower than tiktoken), because {reason}"
 
 
-def use_tiktoken(tokenizer: tk.Tokenizer) -> Any:
+def use_tiktoken(tokenizer: tk.Tokenizer) -> Encode:
     """The encoding function through tiktoken, unchecked; for workers whose parent has checked."""
-    import tiktoken
-
-    spec = tokenizer.spec
-    assert spec is not None
-    assert why_not(spec) is None
-    vocabulary, merges = spec["model"]["vocab"], _merges(spec)
-    matched = [token for token in spec["added_tokens"] if not token["special"]]
-    # tiktoken's ranks are both merge order and id; here the rank is the order, and `ids` has the ids.
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    ids = [vocabulary[_CHAR_OF_BYTE[byte]] for byte in range(256)]
-    for left, right in merges:
-        ranks[_bytes_of(left + right)] = len(ids)
-        ids.append(vocabulary[left + right])
-    extra = {token["content"]: len(ids) + i for i, token in enumerate(matched)}
-    ids += [token["id"] for token in matched]
-    pattern = pattern_of(spec)
-    assert pattern is not None
-    encoding = tiktoken.Encoding(
-        "tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=extra or {"\0\0\0": len(ids)}
-    )
-    id_of_rank = np.array(ids, np.uint32)
-    same = bool((id_of_rank == np.arange(len(ids))).all())
-    matched_set = set(extra)
+    assert tokenizer.spec is not None
+    assert why_not(tokenizer.spec) is None
+    encoding, id_of_rank, matched = encoding_of(tokenizer.spec)
+    same = bool((id_of_rank == np.arange(len(id_of_rank))).all())
     slow = tokenizer.encode_ordinary
     long_blank = re.compile(rf"\s{{{tk.LONGEST_BLANK}}}")
 
     def encode(text: str) -> np.ndarray:
         if len(text) > tk.LONGEST_BLANK and long_blank.search(text):
             return slow(text)  # tiktoken's regex engine overflows its stack on a million blanks
-        found = encoding.encode_to_numpy(text, allowed_special=matched_set, disallowed_special=())
+        found = encoding.encode_to_numpy(text, allowed_special=matched, disallowed_special=())
         return found if same else id_of_rank[found]
 
     return tk.in_chunks(encode, tokenizer.cut)
+
+
+def encoding_of(spec: dict[str, Any]) -> tuple[Any, np.ndarray, set[str]]:
+    """tiktoken's Encoding, the id of each of its ranks, and the added tokens to be found in texts.
+
+    tiktoken's rank is both merge order and id; here it is the order alone.
+    """
+    import tiktoken
+
+    vocabulary = spec["model"]["vocab"]
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ids = [vocabulary[char] for char in _CHAR_OF_BYTE]
+    for left, right in _merges(spec):
+        ranks[_bytes_of(left + right)] = len(ids)
+        ids.append(vocabulary[left + right])
+    matched = [token for token in spec["added_tokens"] if not token["special"]]
+    added = {token["content"]: len(ids) + i for i, token in enumerate(matched)}
+    ids += [token["id"] for token in matched]
+    pattern = pattern_of(spec)
+    assert pattern is not None
+    none = {"\0\0\0": len(ids)}  # tiktoken is slow without any
+    encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added or none)
+    return encoding, np.array(ids, np.uint32), set(added)
 
 
 def why_not(spec: dict[str, Any]) -> str | None:
@@ -139,7 +145,7 @@ def _vocabulary_texts(tokenizer: tk.Tokenizer) -> list[str]:
     return texts + [" ".join(texts[i : i + 1000]) for i in range(0, len(texts), 1000)]
 
 
-def _difference(tokenizer: tk.Tokenizer, fast: Any, texts: Iterable[str]) -> str | None:
+def _difference(tokenizer: tk.Tokenizer, fast: Encode, texts: Iterable[str]) -> str | None:
     for text in texts:
         slow_ids, fast_ids = tokenizer.encode_ordinary(text), fast(text)
         if not np.array_equal(slow_ids, fast_ids):
