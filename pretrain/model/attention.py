@@ -23,7 +23,8 @@ class AttentionInputs(NamedTuple):
     rope: RopeTable
     mask: Tensor | None  # bool [B, 1, T, S], True where a query sees a key; None: causal
     cu_seqlens: Tensor | None = None  # int32, ends of the documents in the B*T positions; set: varlen
-    max_seqlen: int = 0
+    key_cu_seqlens: Tensor | None = None  # the same of keys and values, where there are more of them than queries
+    chunks: tuple[Any, ...] = ()  # context parallel: the AttentionInputs of each chunk of this rank's positions
     cache: Any = None  # generation: has .update(k, v) -> all keys and values so far, [B, S, K, Q]
 
 
@@ -48,11 +49,14 @@ def choose_kernel(
     return "sdpa", f"sdpa, causal over whole rows ({device.type}, {str(dtype).removeprefix('torch.')})"
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """bool [B, 1, T, T]: a position sees itself and earlier positions of its own document. documents: int [B, T]."""
+def document_mask(documents: Tensor, first: int = 0) -> Tensor:
+    """bool [B, 1, T - first, T]: a position sees itself and earlier ones of its document. documents: int [B, T].
+
+    The queries are the positions from `first` on.
+    """
     length = documents.size(1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    causal = torch.ones(length - first, length, dtype=torch.bool, device=documents.device).tril(first)
+    same = documents[:, first:].unsqueeze(2) == documents.unsqueeze(1)
     return (same & causal).unsqueeze(1)
 
 
@@ -63,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
     """
     grouped = q.size(2) != k.size(2)
     if inputs.cu_seqlens is not None:
-        return _varlen(q, k, v, inputs.cu_seqlens, inputs.max_seqlen)
+        return _varlen(q, k, v, inputs)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -75,7 +79,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Each document's last query sees its last key, where a document has more keys than queries."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
@@ -86,8 +91,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int
             causal["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in (k, v))
-    out = varlen_attn(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **causal
-    )
+    lengths = inputs.cu_seqlens, inputs.cu_seqlens if inputs.key_cu_seqlens is None else inputs.key_cu_seqlens
+    out = varlen_attn(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *lengths, q.size(1), k.size(1), **causal)
     assert isinstance(out, Tensor)
     return out.view_as(q)

@@ -41,6 +41,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(d, k * q, bias=False)
         self.v_proj = nn.Linear(d, k * q, bias=False)
         self.o_proj = nn.Linear(h * q, d, bias=False)
+        self.attend = attend  # context parallel puts its own here, which gathers keys and values first
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         heads = (-1, self.head_dim)
@@ -49,7 +50,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, heads)
         if inputs.cache is not None:
             k, v = inputs.cache.update(k, v)
-        return self.o_proj(attend(q, k, v, inputs).flatten(-2))
+        return self.o_proj(self.attend(q, k, v, inputs).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -156,7 +157,7 @@ class Llama(nn.Module):
         rope = rope_table(self.config, positions, wide)
         if self.kernel == "varlen":
             assert cu_seqlens is not None
-            return AttentionInputs(rope, None, cu_seqlens, positions.size(1))
+            return AttentionInputs(rope, None, cu_seqlens)
         return AttentionInputs(rope, None if documents is None else document_mask(documents))
 
     def hidden(self, tokens: Tensor, inputs: list[AttentionInputs]) -> Tensor:
