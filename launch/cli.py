@@ -1,10 +1,12 @@
 """`pretrain-launch`: parse, call, print."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.slurm_commands import SlurmError
 from pretrain.errors import ConfigError
 
 
@@ -22,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except SlurmError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,12 +39,55 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-restarts", type=int, default=0, metavar="N", help="restarts after a crash (default 0)")
     p.add_argument("--port", type=int, help="rendezvous port (default: a free one)")
     p.set_defaults(run=_local)
+
+    p = commands.add_parser("slurm", help="submit a job that trains, and comes back by itself until it is finished")
+    _add_config(p)
+    _add_site(p)
+    p.add_argument("--nodes", type=int, required=True, metavar="N")
+    p.set_defaults(run=_slurm)
+
+    p = commands.add_parser("sweep", help="submit an array over the runs that pretrain scale ladder made")
+    p.add_argument("folder", metavar="DIR", type=Path)
+    _add_site(p)
+    p.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of each run (default 1)")
+    p.add_argument("--at-once", type=int, default=8, metavar="N", help="runs at the same time (default 8)")
+    p.set_defaults(run=_sweep)
+
+    p = commands.add_parser("data", help="submit pretrain-data build as an array, then merge")
+    _add_site(p, launcher=False)
+    p.add_argument("--tasks", type=int, required=True, metavar="N")
+    p.add_argument("build", nargs="+", metavar="ARG", help="after --: INPUT... and the options of pretrain-data build")
+    p.set_defaults(run=_data)
+
+    p = commands.add_parser("status", help="state, step, rate, restarts and the end of the log of a run")
+    p.add_argument("folder", metavar="RUN", type=Path)
+    p.add_argument("--lines", type=int, default=10, metavar="N", help="lines of the log (default 10)")
+    p.set_defaults(run=_status)
+
+    p = commands.add_parser("stop", help="save after the step in hand and end, for good")
+    p.add_argument("folder", metavar="RUN", type=Path)
+    p.set_defaults(run=_stop)
     return top
 
 
 def _add_config(p: argparse.ArgumentParser) -> None:
     p.add_argument("config", metavar="CONFIG.toml", type=Path)
     p.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def _add_site(p: argparse.ArgumentParser, *, launcher: bool = True) -> None:
+    default = os.environ.get("PRETRAIN_CLUSTER")
+    p.add_argument(
+        "--cluster",
+        type=Path,
+        default=default,
+        required=default is None,
+        metavar="FILE",
+        help="cluster file (docs/slurm.md); default: the variable PRETRAIN_CLUSTER",
+    )
+    if launcher:
+        p.add_argument("--launcher", choices=("torchrun", "srun"), default="torchrun")
+    p.add_argument("--dry-run", action="store_true", help="print what would be submitted")
 
 
 def _local(args: argparse.Namespace) -> int:
@@ -51,5 +99,64 @@ def _local(args: argparse.Namespace) -> int:
         nproc=args.nproc,
         max_restarts=args.max_restarts,
         port=args.port,
-        say=lambda text: print(text, flush=True),
+        say=_say,
     )
+
+
+def _slurm(args: argparse.Namespace) -> int:
+    from launch import slurm
+    from launch.cluster import load_cluster
+    from pretrain.config_file import load_config
+
+    cfg, cluster = load_config(args.config, args.overrides), load_cluster(args.cluster)
+    if args.dry_run:
+        run = (Path.cwd() / cfg.run.dir).resolve()
+        place = slurm.Place(run, run / "jobs" / "000", Path.cwd())
+        print(slurm.render_sbatch(cfg, cluster, place, nodes=args.nodes, launcher=args.launcher), end="")
+        return 0
+    place = slurm.prepare(cfg, cluster, nodes=args.nodes, launcher=args.launcher, chdir=Path.cwd(), say=_say)
+    slurm.submit(place, cluster, _say)
+    return 0
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from launch import sweep
+    from launch.cluster import load_cluster
+
+    return sweep.launch(
+        args.folder,
+        load_cluster(args.cluster),
+        nodes=args.nodes,
+        launcher=args.launcher,
+        at_once=args.at_once,
+        chdir=Path.cwd(),
+        dry_run=args.dry_run,
+        say=_say,
+    )
+
+
+def _data(args: argparse.Namespace) -> int:
+    from launch import data_build
+    from launch.cluster import load_cluster
+
+    return data_build.launch(
+        args.build, load_cluster(args.cluster), tasks=args.tasks, chdir=Path.cwd(), dry_run=args.dry_run, say=_say
+    )
+
+
+def _status(args: argparse.Namespace) -> int:
+    from launch import status
+
+    print(status.describe(args.folder, lines=args.lines))
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from launch import status
+
+    print(status.stop(args.folder))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -87,22 +87,28 @@ def listens(process: Process) -> bool:
     return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
+FindRanks = Callable[[int], list[Process]]
+"""From the pid of a started command to the ranks that are now below it."""
+
+
 def supervise(
     command: Sequence[str],
     environment: Mapping[str, str],
-    find_ranks: Callable[[int], list[Process]],
+    find_ranks: FindRanks,
     say: Callable[[str], None],
+    *,
+    output: Path | None = None,
 ) -> int:
     """Run `command` to its end and hand every warning to its ranks; its exit status (negative: the signal it died of).
 
-    A warning that comes while a rank still imports waits until that rank listens, and is given to ranks that are
+    Its output goes to the end of the file `output` where given. A warning that comes while a rank still imports waits until that rank listens, and is given to ranks that are
     started later too. A third interrupt by hand kills. Ranks that outlive a killed command are killed.
     """
     heard: list[int] = []
     previous = {number: signal.signal(number, _note(heard)) for number in WARNINGS}
     ranks: list[Process] = []
     try:
-        process = subprocess.Popen(command, env=dict(environment), start_new_session=True, preexec_fn=_die_with_parent)
+        process = _start(command, environment, output)
         told: dict[Process, int] = {}
         announced = 0
         while process.poll() is None:
@@ -126,6 +132,20 @@ def supervise(
             send(rank, signal.SIGKILL)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], output: Path | None) -> "subprocess.Popen[bytes]":
+    """In a session of its own, so that a terminal's interrupt reaches the supervisor alone."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(output, "ab")) if output is not None else None
+        return subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
 
 
 def _note(heard: list[int]) -> Callable[[int, types.FrameType | None], None]:

@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,13 +75,15 @@ def log_sizes(run: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in (run / "logs").glob("rank-*.log")}
 
 
-def first_failure(run: Path, before: dict[str, int]) -> Failure | None:
-    """The earliest traceback that any rank has logged since `before`: the others' usually follow from it."""
+def first_failure(run: Path, before: dict[str, int], *, since: float = 0.0) -> Failure | None:
+    """The earliest traceback that any rank has logged since the logs were of the sizes `before`, and since the clock
+    said `since`: the others' usually follow from it."""
     failures = []
+    earliest = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
     for path in (run / "logs").glob("rank-*.log"):
         with open(path, encoding="utf-8", errors="replace") as f:
             f.seek(before.get(path.name, 0))
-            failures += _failures(f.read().splitlines())
+            failures += [failure for failure in _failures(f.read().splitlines()) if failure.time >= earliest]
     return min(failures, default=None)
 
 

@@ -16,12 +16,14 @@ def command(
     nodes: int = 1,
     max_restarts: int = 0,
     local_address: str | None = None,
+    is_host: bool | None = None,
     show_first: bool = True,
 ) -> list[str]:
     """torchrun for one node; `rank_command` is what follows `python -m`.
 
     Ranks write to LOG_DIR/<rendezvous id>_*/attempt_*/<local rank>/std{out,err}.log; the first of them writes to the
     caller's own output instead where `show_first`. A port of 0 in `endpoint` (one node) lets the kernel choose.
+    c10d numbers nodes in the order of their `local_address` as text, so names that sort give ranks in node order.
     """
     redirected = range(1 if show_first else 0, nproc)
     line = [sys.executable, "-m", "torch.distributed.run"]
@@ -30,6 +32,8 @@ def command(
     line += [f"--log-dir={log_dir}"]
     if redirected:
         line += ["--redirects=" + ",".join(f"{rank}:3" for rank in redirected)]
+    if is_host is not None:
+        line += [f"--rdzv-conf=is_host={int(is_host)}"]  # else each node guesses from its own name and addresses
     if local_address is not None:
         line += [f"--local-addr={local_address}"]
     return [*line, "-m", *rank_command]

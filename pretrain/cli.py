@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parser() -> argparse.ArgumentParser:
-    from pretrain import cli_model
+    from pretrain import cli_doctor, cli_model
     from pretrain.plan import cli as cli_plan
     from pretrain.scaling import cli as cli_scale
 
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     _add_train(commands)
     cli_plan.add_parser(commands)
     cli_model.add_parser(commands)
+    cli_doctor.add_parser(commands)
     _add_checkpoint(commands)
     cli_scale.add_parser(commands)
     return top

@@ -38,7 +38,8 @@ def test_a_layout_that_cannot_work_is_refused_before_anything_starts(tmp_path, d
     config = write_config(tmp_path / "c.toml", tmp_path / "run", data, steps=4)
     assert main(["local", str(config), "--nproc", "3"]) == 2
     message = capsys.readouterr().err
-    assert "train.global_batch_size=8 is no multiple of 6" in message and not (tmp_path / "run").exists()
+    assert "train.global_batch_size=8 is no multiple of 6" in message
+    assert not (tmp_path / "run").exists()
     assert main(["local", str(config), "--nproc", "2", "train.stepz=4"]) == 2
     assert "train.stepz=4: unknown key; did you mean train.steps?" in capsys.readouterr().err
 
@@ -47,7 +48,8 @@ def test_words_that_are_no_overrides_are_refused(tmp_path, data, capsys):
     config = write_config(tmp_path / "c.toml", tmp_path / "run", data, steps=4)
     with pytest.raises(SystemExit) as exit:
         main(["local", str(config), "--nproc", "2", "--nprocs=3"])
-    assert exit.value.code == 2 and "--nprocs=3" in capsys.readouterr().err
+    assert exit.value.code == 2
+    assert "--nprocs=3" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_named():
@@ -64,7 +66,8 @@ def test_threads_follow_the_allowed_cores_and_not_the_machines():
     assert torchrun.threads({}, ranks=2, cores=8)[0] == 4
     assert torchrun.threads({}, ranks=8, cores=2)[0] == 1
     count, why = torchrun.threads({"OMP_NUM_THREADS": "3"}, ranks=2, cores=8)
-    assert count == 3 and "as the environment says" in why
+    assert count == 3
+    assert "as the environment says" in why
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})

@@ -1,0 +1,49 @@
+"""The health gate before training: what `pretrain doctor` is asked, and which nodes its reports call bad.
+
+The batch script runs `pretrain doctor` on every rank by `launch.node`; this only makes the question and reads the
+answers. Standard library only.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from launch.cluster import Cluster
+
+
+def doctor_command(cluster: "Cluster", run: str, report: str) -> list[str]:
+    """What follows `python -m` on every rank; the strings may hold the shell's variables."""
+    health = cluster.health
+    return [
+        "pretrain", "doctor", "--report", report, "--run", run,
+        "--expect-gpus", str(cluster.node.gpus),
+        "--timeout", str(health.timeout_seconds),
+        "--max-clock-skew", str(health.max_clock_skew_seconds),
+        "--min-free-disk", str(health.min_free_disk_gib),
+        "--max-used-memory", str(health.max_used_memory_gib),
+        "--min-allreduce", str(health.min_allreduce_gb_per_second),
+        "--min-share-of-median", str(health.min_share_of_median),
+        "--message-mib", str(health.message_mib),
+    ]  # fmt: skip
+
+
+def bad_nodes(report: Path) -> dict[str, str]:
+    """node -> what is wrong with it. A node that has said nothing while another has is bad too."""
+    said = {str(note["node"]): note for note in _read(report.glob("node-*.json"))}
+    bad = {node: "; ".join(note["problems"]) for node, note in said.items() if note["problems"]}
+    for summary in _read([report / "summary.json"]):
+        bad |= {node: "; ".join(problems) for node, problems in summary["problems"].items() if problems}
+        return bad
+    started = {str(note["node"]) for note in _read(report.glob("ranks/*/started.json"))}
+    return bad | {node: "no report in time" for node in started - said.keys() if said}
+
+
+def _read(paths: Any) -> list[dict[str, Any]]:
+    notes = []
+    for path in paths:
+        try:
+            notes.append(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue
+    return notes

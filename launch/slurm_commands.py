@@ -1,0 +1,52 @@
+"""The SLURM commands that a launcher needs, each one call. Standard library only."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class SlurmError(Exception):
+    """A SLURM command that is missing or refused; the message has what it said."""
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables of the job that we may be in, which sbatch would hand on to the next."""
+    return {k: v for k, v in environment.items() if not k.startswith(("SLURM_", "SLURMD_", "SRUN_", "SBATCH_"))}
+
+
+def submit(script: Path, *, chdir: Path, options: Sequence[str] = ()) -> str:
+    """SLURM's id of the new job."""
+    said = _call(["sbatch", "--parsable", f"--chdir={chdir}", *options, str(script)], clean_environment(os.environ))
+    job = said.strip().split(";")[0]
+    if not re.fullmatch(r"\d+", job):
+        raise SlurmError(f"sbatch answered {said!r}, which has no job id")
+    return job
+
+
+def requeue(job: str) -> None:
+    _call(["scontrol", "requeue", job])
+
+
+def state(job: str) -> str | None:
+    """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED …; None where SLURM has forgotten the job.
+
+    The states of an array's tasks joined by commas."""
+    try:
+        said = _call(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"])
+    except SlurmError:
+        return None
+    return ",".join(sorted(set(said.split()))) or None
+
+
+def _call(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]} is not on this machine's PATH; run this where SLURM's commands are") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} has not answered for two minutes") from None
+    if done.returncode != 0:
+        raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
