@@ -123,8 +123,8 @@ class BlockFile:
             raise DataError(f"{self.path}: cannot be opened as a {kind}: {error.strerror or error}") from error
         self.sha256 = sha256.hex()
         self.fields = header[FIELDS_AT:]
-        self.proven = np.zeros(self.blocks, bool)  # blocks whose CRC was found right
         self._bad: set[int] = set()
+        self.trust(np.zeros(self.blocks, bool))
         self._crcs: np.ndarray | None = None
 
     def _parse(self, header: bytes, magic: bytes, version: int, kind: str) -> tuple:
@@ -145,9 +145,16 @@ class BlockFile:
             raise DataError(f"{self.path}: has {self.payload_bytes} payload bytes, too few for what its header says")
         return np.frombuffer(self._map, dtype, count, HEADER_BYTES + offset)
 
+    def trust(self, proven: np.ndarray) -> None:
+        """`proven`: the blocks whose CRC is known to be right. Updated here as more are found so."""
+        self.proven = proven
+        self._unproven = int((~proven).sum())
+
     def check(self, first: np.ndarray, last: np.ndarray) -> None:
         """Proves the blocks under the byte ranges [first[i], last[i]] of the payload, each block once in the
         file's life in this process. A block that fails, now or before, raises DataError."""
+        if not self._unproven:
+            return
         low, high = first // self.block_bytes, last // self.block_bytes
         if self.proven[low].all() and self.proven[high].all() and (high - low < 2).all():
             return
@@ -158,9 +165,11 @@ class BlockFile:
 
     def check_at(self, at: np.ndarray) -> None:
         """The same for single bytes."""
+        if not self._unproven:
+            return
         blocks = at // self.block_bytes
         if not self.proven[blocks].all():
-            for block in blocks[~self.proven[blocks]].tolist():
+            for block in np.unique(blocks[~self.proven[blocks]]).tolist():
                 self._check_block(block)
 
     def verify(self) -> None:
@@ -191,7 +200,9 @@ class BlockFile:
                 f"{self.path}: bytes {begin} to {begin + size - 1} (block {block} of {self.blocks}) fail their "
                 "checksum; the file was damaged after it was written: copy or build it again"
             )
-        self.proven[block] = True
+        if not self.proven[block]:
+            self.proven[block] = True
+            self._unproven -= 1
         return data
 
     def _table(self) -> np.ndarray:

@@ -283,7 +283,7 @@ class Rows:
             info.sha256,
         ):
             raise DataError(f"{shard.path}: is not the shard that the manifest names; build the dataset again")
-        shard.file.proven = self._proven.setdefault(number, shard.file.proven)
+        shard.file.trust(self._proven.setdefault(number, shard.file.proven))
         self._open[number] = shard
         if len(self._open) > self._max_open:  # a mapping holds a file descriptor
             self._open.popitem(last=False)

@@ -148,6 +148,8 @@ class Loader:
 
     def _make(self, position: int, rows: int, awaited: bool) -> list[_Made]:
         """In the thread: the step at `position`, and unless it is awaited as many more as fill a stretch."""
+        if self._device.type == "cuda":  # pinning memory would open a context on the thread's device, the first one
+            torch.cuda.set_device(self._device)
         steps = 1 if awaited else max(1, self._stretch * self._world // rows)
         try:
             return self._read(position, rows, steps)

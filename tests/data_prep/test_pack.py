@@ -1,6 +1,8 @@
 """Packing: what a row may hold, that nothing is lost or repeated, and how little is padding."""
 
+import hashlib
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from data_prep.errors import DataError
 from data_prep.pack import best_fit, pack_dataset
 from data_prep.row_index import index_path, packings
 from data_prep.rows import IGNORE, open_rows
+from data_prep.shard import Manifest
 from tests.pretrain.data.numbered import counting, write_dataset
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
@@ -161,3 +164,38 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
     with pytest.raises(DataError, match="is not the shard that the manifest names"):
         pack_dataset(tmp_path, 4)
     assert not list(Path(tmp_path / "rows").iterdir())
+
+
+def test_the_row_index_is_as_the_format_page_says(tmp_path):
+    write_dataset(tmp_path, {"train": counting([[5, 12, 1], [3, 4]])})
+    info = pack_dataset(tmp_path, 4)["train"]
+    data = index_path(tmp_path, "train", 4, "best_fit").read_bytes()
+    magic, version, _, block, _, payload, sha = struct.unpack_from("<8sIIIIQ32s", data)
+    body = data[4096 : 4096 + payload]
+    assert (magic, version, block, sha) == (b"ROWINDEX", 1, 4096, hashlib.sha256(body).digest())
+    packing, _, seq_len, rows, pieces, windows, documents, left_out, tokens, positions, targets, num_bytes, most = (
+        struct.unpack_from("<II11Q", data, 128)
+    )
+    assert (packing, seq_len, documents, left_out, tokens, num_bytes, most) == (0, 4, 5, 1, 25, 72, 2)
+    assert positions == targets == 20 == info.targets
+    shards = "".join(f"{s.file} {s.tokens} {s.documents} {s.sha256}\n" for s in Manifest.read(tmp_path).shards("train"))
+    assert data[224:256] == hashlib.sha256(shards.encode()).digest()
+    at, found = 0, {}
+    for name, count, kind in (
+        ("windows", 2 * windows, "Q"),
+        ("first", rows + 1, "Q"),
+        ("starts", pieces, "Q"),
+        ("missing", rows, "I"),
+        ("sizes", pieces, "I"),
+    ):
+        found[name] = struct.unpack_from(f"<{count}{kind}", body, at)
+        at += struct.calcsize(f"<{count}{kind}")
+    assert at == payload
+    # Tokens 1-5, 6-17, 18 (alone, left out), 19-21 and 22-25 make pieces of 4, 4 + 4 + 3, 2 and 3 positions.
+    assert found == {
+        "windows": (0, 0),
+        "first": (0, 1, 2, 3, 4, 5, 6),
+        "starts": (0, 5, 9, 13, 18, 21),
+        "missing": (0, 0, 0, 1, 2, 1),
+        "sizes": (4, 4, 4, 3, 2, 3),
+    }

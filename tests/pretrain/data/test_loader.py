@@ -441,3 +441,17 @@ def test_a_trillion_tokens_start_and_resume_without_a_scan_and_in_little_memory(
     finally:
         tracemalloc.stop()
     assert loader._reader.sources[0].info.tokens > 10**12
+
+
+# --- devices
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_batches_reach_the_device_as_they_are_on_the_cpu(sources):
+    cfg, device = mixture(sources), torch.device("cuda", torch.cuda.device_count() - 1)
+    with only(cfg, micro=8) as on_cpu, only(cfg, micro=8, device=device) as on_cuda:
+        for step in range(6):
+            for ours, theirs in zip(on_cpu.step(step * ROWS).batches, on_cuda.step(step * ROWS).batches, strict=True):
+                assert {tensor.device for tensor in theirs[:5]} == {device}
+                assert all(torch.equal(a, b.cpu()) for a, b in zip(ours[:5], theirs[:5], strict=True))
