@@ -9,6 +9,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds `scale` and its commands; each parsed namespace has `func`, which takes it and returns the exit status."""
     scale = subparsers.add_parser("scale", help="design, fit and ask scaling laws")
     commands = scale.add_subparsers(dest="scale_command", required=True)
+    _add_runs(commands)
     _add_fit(commands)
     _add_predict(commands)
     plot = commands.add_parser("plot", help="pictures and one page of a fit")
@@ -16,6 +17,35 @@ def add_parser(subparsers: Any) -> None:
     plot.add_argument("table", help="the table that it was fitted on")
     plot.add_argument("--out", required=True, help="folder for PNG, SVG and index.html")
     plot.set_defaults(func=_plot)
+    _add_hyper(commands)
+
+
+def _add_runs(commands: Any) -> None:
+    ladder = commands.add_parser("ladder", help="a folder of configs for a family of runs, and what they cost")
+    ladder.add_argument("ladder", metavar="LADDER.toml")
+    ladder.add_argument("--out", required=True, metavar="DIR", help="for table.csv, table.json and one config a run")
+    ladder.set_defaults(func=_ladder)
+    collect = commands.add_parser("collect", help="a table from run folders")
+    collect.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or a ladder's folder for all of its runs")
+    collect.add_argument("--out", required=True, metavar="TABLE", help=".csv, .parquet or .jsonl")
+    collect.add_argument("--flops", choices=("causal", "full"), default="causal", help="convention of attention FLOPs")
+    collect.add_argument("--intermediate", action="store_true", help="also a row for every validation before the last")
+    collect.add_argument("--smooth", type=int, default=1, metavar="K", help="average the last K validations")
+    collect.add_argument("--unfinished", action="store_true", help="take runs that have not finished")
+    collect.add_argument("--anomalous", action="store_true", help="take runs that met an anomaly")
+    collect.set_defaults(func=_collect)
+
+
+def _add_hyper(commands: Any) -> None:
+    hyper = commands.add_parser("hyper", help="best learning rate or batch by size from sweeps; the critical batch")
+    hyper.add_argument("table")
+    hyper.add_argument("--over", required=True, metavar="COL", help="lr, batch_tokens, or grad_noise_scale")
+    hyper.add_argument("--by", required=True, metavar="COL", help="what it grows with: params, tokens, flops or loss")
+    hyper.add_argument("--loss", metavar="COL", help="column of losses; needed unless --over is grad_noise_scale")
+    hyper.add_argument("--where", metavar="EXPR")
+    hyper.add_argument("--at", type=float, metavar="X", help="also the rule's value at this size")
+    hyper.add_argument("--json", action="store_true")
+    hyper.set_defaults(func=_hyper)
 
 
 def _add_fit(commands: Any) -> None:
@@ -58,6 +88,55 @@ def _add_predict(commands: Any) -> None:
     )
     predict.add_argument("--json", action="store_true")
     predict.set_defaults(func=_predict)
+
+
+def _ladder(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from pretrain.scaling.ladder import points, read_ladder
+    from pretrain.scaling.ladder_folder import cost, write_folder
+
+    found = points(read_ladder(args.ladder), Path(args.out))
+    write_folder(found, args.out)
+    print(cost(found))
+    print(f"written to {args.out}; run them with: pretrain-launch sweep {args.out}")
+    return 0
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from pretrain.errors import ConfigError
+    from pretrain.scaling.collect import Wanted, collect
+    from pretrain.scaling.table import write_table
+
+    if args.smooth < 1:
+        raise ConfigError(f"--smooth {args.smooth} averages nothing; say 1 or more")
+    wanted = Wanted(args.flops, args.intermediate, args.smooth, unfinished=args.unfinished, anomalous=args.anomalous)
+    rows = collect(args.runs, wanted)
+    write_table(args.out, rows)
+    print(f"{len(rows)} rows of {len({row['run'] for row in rows})} runs written to {args.out}")
+    return 0
+
+
+def _hyper(args: argparse.Namespace) -> int:
+    from pretrain.errors import ConfigError
+    from pretrain.scaling.hyper import critical_batch, rule_at, sweep
+    from pretrain.scaling.report import hyper_report
+    from pretrain.scaling.table import read_table, where
+
+    table = read_table(args.table)
+    if args.over == "grad_noise_scale":
+        chosen = table if args.where is None else table.take(where(table, args.where))
+        answer = critical_batch(chosen, by=args.by)
+    elif args.loss is None:
+        raise ConfigError(f"--over {args.over} needs --loss COL, whose minimum is sought")
+    else:
+        answer = sweep(table, over=args.over, by=args.by, loss=args.loss, expression=args.where)
+    if args.at is not None:
+        if answer["rule"] is None:
+            raise ConfigError(f"--at {args.at:g}: one value of {args.by!r} gives no rule; sweep at two or more")
+        answer["at"], answer["value"] = args.at, rule_at(answer["rule"], args.at)
+    print(json.dumps(answer) if args.json else hyper_report(answer))
+    return 0
 
 
 def _fit(args: argparse.Namespace) -> int:

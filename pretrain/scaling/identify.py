@@ -1,8 +1,9 @@
 """Can these points identify the law, and which run would tell most? Asked before a fit, answered with a run to add.
 
 Three sizes are the least that separate E from A/N^alpha, and when D is a fixed multiple of N no number of runs tells
-the two terms apart: a fit would still print five precise-looking numbers. The next run is the one that most lowers the
-variance of the log-loss predicted ten times above the largest run (a Bayesian linear design at the current law).
+the two terms apart: a fit would still print five precise-looking numbers. With a law, the next run is the one that most
+lowers the variance of the log-loss predicted ten times above the largest run; without one, the one whose own loss is
+least certain (Bayesian linear designs, V- and D-optimal, at the law or at typical exponents).
 """
 
 from typing import NamedTuple
@@ -106,10 +107,11 @@ def next_run(points: Points, form: Form, law: Laws | None, *, noise: float = 0.0
     hit = rows[:-1] @ covariance @ target
     own = np.einsum("ij,jk,ik->i", rows[:-1], covariance, rows[:-1])
     after = spread - hit**2 / (noise**2 + own)
-    pick = int(np.argmin(after))
+    # Without a law the run that tells most of all parameters together, else the one that tells most of the target.
+    pick = int(np.argmax(own)) if law is None else int(np.argmin(after))
     narrower = float(np.sqrt(max(after[pick], 0.0) / spread))
     reason = (
-        f"narrows the loss predicted at {TARGET:g} times the largest run's compute most of all runs no dearer than it"
+        f"narrows the loss predicted at {TARGET:g} times the largest run's compute most, of all runs no dearer than it"
     )
     return NextRun(float(n[pick]), float(d[pick]), narrower, reason)
 

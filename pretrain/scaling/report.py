@@ -77,6 +77,22 @@ def prediction_report(answer: dict[str, Any], law: str) -> str:
     return "\n".join(lines)
 
 
+def hyper_report(answer: dict[str, Any]) -> str:
+    by, over = answer["by"], answer["over"]
+    lines = [
+        f"{by} {one[by]:.4g}: best {over} {one['best']:.4g} {_interval(one['interval'])} at loss {one['loss']:.4f}"
+        + (f" (left out: {one['note']})" if one["note"] else "")
+        for one in answer.get("minima", [])
+    ]
+    rule = answer["rule"]
+    if rule is not None:
+        span = _interval(rule["interval"])
+        lines.append(f"{over} = {rule['scale']:.4g} x {by}^{rule['exponent']:.4f}   exponent {span}")
+    if "value" in answer:
+        lines.append(f"at {by} {answer['at']:.4g}: {over} {answer['value']:.4g}")
+    return "\n".join(lines)
+
+
 def _largest_out(check: dict[str, Any]) -> list[str]:
     if not check["splits"]:
         return ["largest left out: the smaller runs alone cannot identify the law"]
