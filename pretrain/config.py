@@ -6,7 +6,6 @@ is `config_file`; the published sizes are `presets`.
 """
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -287,6 +286,10 @@ class Layout(NamedTuple):
         """Replicas that read different rows."""
         return self.dp_replicate * self.dp_shard
 
+    def dp_rank(self, rank: int) -> int:
+        """Which of the `dp` readers of rows a rank is; ranks that differ in cp and tp alone share their rows."""
+        return rank // (self.cp * self.tp)
+
 
 class Config(Table):
     run: RunConfig
@@ -414,16 +417,9 @@ def _check_lengths(cfg: Config) -> None:
 
 def _check_engine(cfg: Config) -> None:
     par = cfg.parallel
-    not_yet: dict[str, Callable[[], bool]] = {
-        "tp": lambda: par.tp > 1,
-        "cp": lambda: par.cp > 1,
-        "pp": lambda: par.pp > 1,
-    }
-    for axis, used in not_yet.items():
-        if used():
-            raise ConfigError(
-                f"parallel.{axis}={getattr(par, axis)} is not available in this version; set parallel.{axis}=1"
-            )
+    if par.pp > 1:
+        raise ConfigError(f"parallel.pp={par.pp} is not available in this version; set parallel.pp=1")
+    _check_axes(cfg)
     if cfg.anomalies.policy != "raise":
         raise ConfigError(
             f'anomalies.policy="{cfg.anomalies.policy}" is not available in this version; set anomalies.policy="raise"'
@@ -432,6 +428,12 @@ def _check_engine(cfg: Config) -> None:
         if cfg.deepspeed:
             raise ConfigError('[deepspeed] has no effect beside parallel.engine="fsdp"; remove it')
         return
+    for axis, size in (("tp", par.tp), ("cp", par.cp)):
+        if size > 1:
+            raise ConfigError(
+                f'parallel.{axis}={size} is not available with parallel.engine="zero"; '
+                f'set parallel.{axis}=1 or engine="fsdp"'
+            )
     if par.zero_stage == 3 and cfg.compile.enabled:
         raise ConfigError(
             "compile.enabled=true cannot take effect with parallel.zero_stage=3, which gathers parameters in hooks "
@@ -442,3 +444,34 @@ def _check_engine(cfg: Config) -> None:
             f'parallel.engine="zero" shards over the whole world, so dp_replicate={par.dp_replicate} and '
             f'dp_shard={par.dp_shard} cannot take effect; leave them out, or use engine="fsdp"'
         )
+
+
+def _check_axes(cfg: Config) -> None:
+    """What tensor and context parallel must divide."""
+    model, par, length = cfg.model, cfg.parallel, cfg.data.seq_len
+    for key, size in (
+        ("n_heads", model.n_heads),
+        ("n_kv_heads", model.n_kv_heads),
+        ("d_ff", model.d_ff),
+        ("vocab_size", model.vocab_size),
+    ):
+        if size % par.tp:
+            raise ConfigError(
+                f"parallel.tp={par.tp} does not divide model.{key}={size}; set tp to a divisor of n_heads, n_kv_heads, "
+                f"d_ff and vocab_size: {_divisors(model)}"
+            )
+    if length % (2 * par.cp) and par.cp > 1:
+        raise ConfigError(
+            f"parallel.cp={par.cp} cuts each row into {2 * par.cp} chunks, but data.seq_len={length} is no multiple "
+            f"of that; set another cp or seq_len"
+        )
+    if length // par.cp % par.tp:
+        raise ConfigError(
+            f"parallel.tp={par.tp} does not divide the {length // par.cp} positions of a row that a rank has "
+            f"(data.seq_len={length} / parallel.cp={par.cp}); set another tp, cp or seq_len"
+        )
+
+
+def _divisors(model: ModelConfig) -> str:
+    common = math.gcd(model.n_heads, model.n_kv_heads, model.d_ff, model.vocab_size)
+    return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)

@@ -1,17 +1,24 @@
-"""FSDP2 engine: `fully_shard` per block; fp32 masters, bf16 compute, fp32 reduction; HSDP with dp_replicate."""
+"""FSDP2 engine: `fully_shard` per block; fp32 masters, bf16 compute, fp32 reduction; HSDP with dp_replicate.
 
+Parameters cut by tensor parallel arrive as DTensors, and leave sharded over both axes.
+"""
+
+import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from pretrain.config import Config
 from pretrain.data.loader import Batch
 from pretrain.model.init import init_weights
 from pretrain.model.llama import Llama
 from pretrain.model.loss import LossSums
+from pretrain.parallel.collectives import axis_group
+from pretrain.parallel.context_parallel import split_batch
 from pretrain.parallel.engine import State, clip_factor, compute_dtype, model_inputs
 from pretrain.parallel.mesh import Meshes
 from pretrain.parallel.optimizer_state import optimizer_state, set_update_count
@@ -36,10 +43,18 @@ class FsdpEngine:
         self.optimizer = build_optimizer(model)
         self._replicated = meshes.shard.ndim == 2
         self._local = cfg.parallel.accumulate == "local"
+        self._context = None if meshes.cp is None else axis_group(meshes.cp)
+        self._counts = meshes.tp is None or meshes.tp.get_local_rank() == 0
 
     def forward(self, batch: Batch) -> LossSums:
+        if self._context is not None:
+            batch = split_batch(batch, self._context)
         inputs = model_inputs(batch, mask_documents=self.cfg.data.mask_documents, kernel=self.model.kernel)
-        return self.model(batch.inputs, **inputs)
+        sums: LossSums = self.model(batch.inputs, **inputs)
+        if self._counts:
+            return sums
+        # All ranks of tp have the same loss to differentiate; in sums over all ranks the first one's counts.
+        return LossSums(sums.total, *(torch.zeros_like(part) for part in sums[1:]))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         root = self.model
@@ -53,8 +68,7 @@ class FsdpEngine:
 
     def step(self, lr: float) -> Tensor:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = global_norm(grads)
         if self.cfg.train.grad_clip:
             torch._foreach_mul_([_local(g) for g in grads], clip_factor(norm, self.cfg.train.grad_clip))
         for group in self.optimizer.param_groups:
@@ -97,6 +111,23 @@ def shard_model(model: Llama, cfg: Config, meshes: Meshes) -> None:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def global_norm(grads: list[Tensor]) -> Tensor:
+    """The 2-norm of all gradients as one vector, the same on every rank, whatever part of each a rank holds."""
+    squares = torch.stack(torch._foreach_norm([_local(g) for g in grads])).square()
+    copies = torch.tensor([_copies(g) for g in grads], dtype=squares.dtype, device=squares.device)
+    total = (squares / copies).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _copies(tensor: Tensor) -> int:
+    """How many ranks hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, how in enumerate(tensor.placements) if isinstance(how, Replicate))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class Setup:
                 seed=cfg.run.seed,
                 rows_per_step=cfg.train.global_batch_size,
                 micro_batch_size=cfg.train.micro_batch_size,
-                dp_rank=self.ranks.rank,
+                dp_rank=self.layout.dp_rank(self.ranks.rank),
                 dp_world=self.layout.dp,
                 device=self.ranks.device,
                 events=self._data_event,
@@ -286,7 +286,7 @@ class Setup:
         rows = Validation(
             cfg.data,
             micro_batch_size=micro,
-            dp_rank=self.ranks.rank,
+            dp_rank=self.layout.dp_rank(self.ranks.rank),
             dp_world=self.layout.dp,
             device=self.ranks.device,
             events=self._data_event,
@@ -315,7 +315,8 @@ class Setup:
         stage = f" stage {cfg.parallel.zero_stage}" if cfg.parallel.engine == "zero" else ""
         say(f"run {cfg.run.name} | {cfg.run.dir} | attempt {self.attempt} | seed {cfg.run.seed}")
         say(
-            f"layout | {self.ranks.size} ranks: dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} | "
+            f"layout | {self.ranks.size} ranks: dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} x "
+            f"cp {layout.cp} x tp {layout.tp} | "
             f"engine {cfg.parallel.engine}{stage} | "
             f"{layout.accumulation} micro-batches of {cfg.train.micro_batch_size} rows a rank and step"
         )

@@ -55,7 +55,7 @@ def train_one(ranks: Any, **changes: Any) -> Result:
         targets = int((labels != -100).sum())
         loss_sum = torch.zeros(())
         for index in range(layout.accumulation):
-            first = (index * ranks.size + ranks.rank) * micro
+            first = (index * layout.dp + layout.dp_rank(ranks.rank)) * micro
             mine = slice(first, first + micro)
             ends = torch.zeros(1, dtype=torch.int32)
             sums = engine.forward(Batch(inputs[mine], labels[mine], positions[mine], documents[mine], ends, SEQ_LEN))
