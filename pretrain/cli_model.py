@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from pretrain.train.stored_model import StoredModel
 
+NEW_TOKENS = 128
+
 
 def add_parser(commands: Any) -> None:
     """Add the four commands; each parsed namespace has `run`, which takes it and returns the exit status."""
@@ -28,7 +30,8 @@ def add_parser(commands: Any) -> None:
     p = commands.add_parser("generate", help="continue prompts with a checkpoint")
     _checkpoint_argument(p)
     p.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="may be given several times")
-    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="at most so many a prompt (128)")
+    most = f"at most so many a prompt ({NEW_TOKENS}, or what the model's length leaves)"
+    p.add_argument("--max-new-tokens", type=int, metavar="N", help=most)
     p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (1)")
     p.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest (all)")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest of P together (1)")
@@ -82,11 +85,13 @@ def _generate(args: argparse.Namespace) -> int:
     # As documents begin in training: with BOS, where there is one that does not end them as well.
     bos = tokenizer.bos_id is not None and tokenizer.bos_id not in tokenizer.eos_ids
     prompts = [tokenizer.encode(text, bos=bos, parse_special=True).tolist() for text in args.prompt]
+    room = stored.model.max_seq_len - max(map(len, prompts))
+    count = min(NEW_TOKENS, room) if args.max_new_tokens is None else args.max_new_tokens
     device, dtype = _device()
     rows = generate(
         load_model(stored, device, dtype),
         prompts,
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=count,
         sampling=sampling,
         end_ids=special.eos_ids,
         vocab_size=stored.vocab_size,

@@ -56,6 +56,11 @@ def test_document_mask_is_causal_within_each_document_and_padding_is_one_of_its_
     assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
 
 
+def test_the_mask_of_later_queries_is_the_rest_of_the_whole_mask():
+    documents = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, -1]])
+    assert torch.equal(document_mask(documents, first=2), document_mask(documents)[:, :, 2:])
+
+
 @pytest.mark.parametrize(
     ("wanted", "device", "dtype", "mask", "kernel"),
     [

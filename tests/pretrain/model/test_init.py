@@ -8,7 +8,6 @@ import torch
 from pretrain.config import ModelConfig
 from pretrain.model.init import fill_parameter, init_std, init_weights
 from pretrain.model.llama import Llama
-from tests.ranks import run_ranks
 
 
 def config(**sizes) -> ModelConfig:
@@ -81,35 +80,3 @@ def test_a_matrix_drawn_in_pieces_equals_one_drawn_at_once(monkeypatch):
     whole = drawn("output.weight", (100, 33))
     monkeypatch.setattr(init, "_PIECE", 70)
     assert torch.equal(whole, drawn("output.weight", (100, 33)))
-
-
-def sharded_init() -> list[str]:
-    """On 3 ranks: names of parameters whose local part is not the slice of the whole; 1-D, 2-D and column sharding."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, empty
-
-    from pretrain.dist import world
-
-    wrong = []
-    with world(60) as here:
-        whole = Llama(config())
-        init_weights(whole, 5, 2)
-        flat = init_device_mesh("cpu", (here.size,))
-        square = init_device_mesh("cpu", (1, here.size))
-        layouts = [(flat, [Shard(0)]), (square, [Replicate(), Shard(0)]), (flat, [Shard(1)])]
-        for name, param in whole.named_parameters():
-            for mesh, placements in layouts:
-                if any(isinstance(p, Shard) and p.dim >= param.dim() for p in placements):
-                    continue
-                part = empty(param.shape, device_mesh=mesh, placements=placements)
-                fill_parameter(name, part, part.shape, 5, 2)
-                expected = distribute_tensor(param.detach(), mesh, placements)
-                if not torch.equal(part.to_local(), expected.to_local()):
-                    wrong.append(f"{name} {placements} rank {here.rank}")
-                if here.rank == 0 and part.to_local().numel() >= param.numel():
-                    wrong.append(f"{name} was not sharded")
-    return wrong
-
-
-def test_every_shard_on_three_ranks_is_the_slice_of_the_whole_bit_for_bit():
-    assert run_ranks(sharded_init, 3) == [[], [], []]

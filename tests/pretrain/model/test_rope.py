@@ -1,4 +1,4 @@
-"""RoPE: real against complex arithmetic, Llama 3.1's scaling, precision, and tables that no build path can spoil."""
+"""RoPE: real against complex arithmetic, Llama 3.1's scaling and precision."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from pretrain.config import ModelConfig
 from pretrain.model.rope import inverse_frequencies, rope_table, rotate
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
@@ -87,58 +86,3 @@ def test_bf16_heads_are_turned_in_fp32():
     assert out.dtype == torch.bfloat16
     exact = rotate(x.double(), rope_table(cfg, positions, torch.float64))
     torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=1e-2)
-
-
-def spoiled_memory_against_a_direct_build() -> dict[str, bool]:
-    """On each rank: a meta build into memory full of a pattern must equal a model built directly."""
-    from torch.distributed.tensor import DTensor
-
-    from pretrain.config import Layout
-    from pretrain.config_file import parse_config
-    from pretrain.dist import world
-    from pretrain.model.init import init_weights
-    from pretrain.model.llama import Llama
-    from pretrain.parallel.fsdp import shard_model
-    from pretrain.parallel.mesh import build_meshes
-
-    cfg = parse_config(
-        {
-            "run": {"name": "rope", "dir": "unused"},
-            "model": config(n_kv_heads=2, rope_scaling=SCALED).model_dump(exclude_none=True),
-            "data": {"sources": [{"path": "unused"}], "seq_len": 64},
-            "train": {"steps": 1, "global_batch_size": 4},
-            "optimizer": {"lr": 1e-3},
-            "schedule": {"warmup_steps": 0},
-        }
-    )
-    found = {}
-    with world(60) as here:
-        meshes = build_meshes(Layout(1, here.size, 1, 1, 1), here.device, here.rank)
-        direct = Llama(cfg.model)
-        init_weights(direct, cfg.run.seed, cfg.model.n_layers)
-        with torch.device("meta"):
-            sharded = Llama(cfg.model, activations=torch.bfloat16)
-        shard_model(sharded, cfg, meshes)
-        sharded.to_empty(device=here.device)
-        for tensor in [*sharded.parameters(), *sharded.buffers()]:
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().fill_(777.0)
-        init_weights(sharded, cfg.run.seed, cfg.model.n_layers)
-        pairs = zip(sharded.named_parameters(), direct.named_parameters(), strict=True)
-        found["weights equal"] = all(n == m and torch.equal(p.full_tensor(), q) for (n, p), (m, q) in pairs)
-        seen = []
-        attention = sharded.layers[1].attention
-        attention.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, args[1].rope)))
-        positions = torch.tensor([[0, 1, 2, 9_000, 100_003]])
-        with torch.no_grad():
-            sharded(torch.ones_like(positions), positions=positions)
-        (dtype, table), expected = seen[0], rope_table(cfg.model, positions)
-        found["block runs in bf16"] = dtype == torch.bfloat16
-        found["table is fp32"] = table.cos.dtype == torch.float32
-        found["table equal"] = torch.equal(table.cos, expected.cos) and torch.equal(table.sin, expected.sin)
-        found["nothing to leave uninitialised"] = not list(sharded.buffers())
-    return found
-
-
-def test_the_table_inside_a_sharded_bf16_block_is_the_direct_one_whatever_memory_held():
-    for found in run_ranks(spoiled_memory_against_a_direct_build, 2):
-        assert found == dict.fromkeys(found, True)

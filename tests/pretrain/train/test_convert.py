@@ -225,6 +225,19 @@ def test_an_exported_tiktoken_gives_the_same_ids_in_transformers(tmp_path):
     check_exported_tokenizer(load_tokenizer(tmp_path / "tokenizer.model"), tmp_path)
 
 
+def test_a_tokenizer_that_no_json_equals_goes_out_with_its_own_files(tmp_path):
+    import sentencepiece
+
+    text = iter([" ".join(TEXT.split()[i:]) for i in range(18)] * 5)
+    settings = {"model_type": "unigram", "vocab_size": 30, "normalization_rule_name": "nmt_nfkc", "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.Train(sentence_iterator=text, model_prefix=str(tmp_path / "m"), **settings)
+    run = make_run(tmp_path / "run", config(), tokenizer=False)
+    load_tokenizer(tmp_path / "m.model").save(run / "tokenizer")
+    assert export_model(open_model(run), tmp_path / "hf").tokenizer == "tokenizer files as they were"
+    assert (tmp_path / "hf/tokenizer.model").read_bytes() == (tmp_path / "m.model").read_bytes()
+    assert not (tmp_path / "hf/tokenizer.json").exists()
+
+
 def check_exported_tokenizer(tokenizer, tmp_path):
     run = make_run(tmp_path / "run", config(vocab_size=tokenizer.vocab_size + 3), tokenizer=False)
     tokenizer.save(run / "tokenizer")
