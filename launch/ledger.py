@@ -2,8 +2,8 @@
 
 Standard library only: the batch script's `verdict` writes it, `slurm` and `status` read it.
 
-    {"event": "submit",  "time", "job", "folder", "after", "exclude"}      after: the job that this one replaces
-    {"event": "end",     "time", "job", "restart", "reason", "step", "nodes": {node: why it is to blame}, "decision", "why"}
+    {"event": "submit", "time", "job", "folder", "exclude", "after"}     after: the job that this one replaces, or null
+    {"event": "end", "time", "job", "restart", "reason", "step", "nodes", "decision", "why", …}   nodes: {blamed: why}
 """
 
 import json

@@ -59,7 +59,10 @@ def check(args: argparse.Namespace, env: Mapping[str, str]) -> str | None:
             try:
                 probe.bind(("", args.port))
             except OSError as e:
-                return f"port {args.port} of {args.head} is taken ({e.strerror}); set network.port_base in the cluster file"
+                return (
+                    f"port {args.port} of {args.head} is taken ({e.strerror}); "
+                    "network.port_base in the cluster file moves it"
+                )
     return None
 
 

@@ -101,8 +101,9 @@ def supervise(
 ) -> int:
     """Run `command` to its end and hand every warning to its ranks; its exit status (negative: the signal it died of).
 
-    Its output goes to the end of the file `output` where given. A warning that comes while a rank still imports waits until that rank listens, and is given to ranks that are
-    started later too. A third interrupt by hand kills. Ranks that outlive a killed command are killed.
+    Its output goes to the end of the file `output` where given. A warning that comes while a rank still imports waits
+    until that rank listens, and is given to ranks that are started later too. A third interrupt by hand kills. Ranks
+    that outlive a killed command are killed.
     """
     heard: list[int] = []
     previous = {number: signal.signal(number, _note(heard)) for number in WARNINGS}
@@ -153,6 +154,6 @@ def _note(heard: list[int]) -> Callable[[int, types.FrameType | None], None]:
 
 
 def _die_with_parent() -> None:
-    """In the child, before it becomes the command: TERM when the supervisor is killed, so that nothing is left behind."""
+    """In the child, before it becomes the command: TERM when the supervisor is killed, so that nothing stays."""
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG

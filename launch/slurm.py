@@ -20,6 +20,7 @@ from pretrain.errors import ConfigError
 
 Launcher = Literal["torchrun", "srun"]
 _PACKAGES = ("pretrain", "data_prep", "launch")
+_LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUE")
 
 
 class Place(NamedTuple):
@@ -66,6 +67,7 @@ def render_sbatch(
         "PICK": _pick(place, array),
         "ENVIRONMENT": "\n".join(_environment(cluster)),
         "CPUS_PER_TASK": str(node.cpus // tasks),
+        "TASKS": str(nodes * tasks),
         "TASKS_PER_NODE": str(tasks),
         "NODES": str(nodes),
         "PROCESSES": str(node.processes),
@@ -102,10 +104,9 @@ def _options(cfg: Config, cluster: Cluster, place: Place, nodes: int, tasks: int
     node, slurm = cluster.node, cluster.slurm
     lines = [f"--job-name={cfg.run.name if array is None else array.points.parent.name}"]
     lines += [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={node.cpus // tasks}"]
-    if node.gpus and node.gpu_option != "none":
-        lines.append(
-            f"--gpus-per-node={node.gpus}" if node.gpu_option == "gpus-per-node" else f"--gres=gpu:{node.gpus}"
-        )
+    if node.gpus:
+        asked = {"gpus-per-node": f"--gpus-per-node={node.gpus}", "gres": f"--gres=gpu:{node.gpus}", "none": None}
+        lines += [option for option in [asked[node.gpu_option]] if option is not None]
     lines += [f"--mem={node.memory}"] if node.memory else []
     lines += ["--exclusive"] if node.exclusive else []
     lines += [f"--time={slurm.time}", f"--signal=B:USR1@{slurm.signal_seconds}"]
@@ -121,9 +122,8 @@ def _options(cfg: Config, cluster: Cluster, place: Place, nodes: int, tasks: int
 def _pick(place: Place, array: Array | None) -> str:
     if array is None:
         return f"run={quote(place.run)}\njob={quote(place.job)}"
-    return (
-        f'job=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {quote(array.points)})  # one point a line\nrun=${{job%/jobs/*}}'
-    )
+    line = f'job=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {quote(array.points)})  # the job folder of one point a line'
+    return f"{line}\nrun=${{job%/jobs/*}}"
 
 
 def _environment(cluster: Cluster) -> list[str]:
@@ -131,17 +131,16 @@ def _environment(cluster: Cluster) -> list[str]:
     if cluster.network.interface:
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             exports.setdefault(name, cluster.network.interface)
-    return [
-        *cluster.software.activate,
-        *(f"export {name}={quote(value)}" for name, value in sorted(exports.items())),
-    ] or ["# the cluster file has neither software.activate nor environment"]
+    lines = [f"export {name}={quote(value)}" for name, value in sorted(exports.items())]
+    return [*cluster.software.activate, *lines] or ["# the cluster file has neither software.activate nor environment"]
 
 
 def _gate(cluster: Cluster, nodes: int) -> str:
     if not cluster.health.enabled:
         return "status=0  # no health gate: health.enabled = false in the cluster file"
     node, software = cluster.node, cluster.software
-    srun = ["srun", "--kill-on-bad-exit=0", f"--nodes={nodes}", f"--ntasks-per-node={node.processes}"]
+    srun = ["srun", "--kill-on-bad-exit=0", f"--nodes={nodes}", f"--ntasks={nodes * node.processes}"]
+    srun += [f"--ntasks-per-node={node.processes}"]
     srun += [f"--cpus-per-task={node.cpus // node.processes}", *map(shlex.quote, software.container)]
     task = ["-m launch.node --launcher srun --nodes", str(nodes), "--ranks-per-node", str(node.processes)]
     task += ['--head "$head" --port $((port + 1)) --attempt "$attempt/health" --']
@@ -175,9 +174,7 @@ def prepare(
 def refuse_second_job(run: Path) -> None:
     job = ledger.last_job(run)
     state = slurm_commands.state(job) if job is not None else None
-    if state is not None and any(
-        word in state for word in ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING")
-    ):
+    if state is not None and any(word in state for word in _LIVE):
         raise ConfigError(
             f"run.dir={str(run)!r} has job {job} already ({state}); stop it with pretrain-launch stop {run}, "
             f"or scancel {job}, or choose another run.dir"
@@ -187,12 +184,9 @@ def refuse_second_job(run: Path) -> None:
 def snapshot(place: Place, cfg: Config, cluster: Cluster) -> None:
     """Code, resolved config and cluster into the job's folder."""
     source = Path(__file__).resolve().parents[1]
+    ignored = shutil.ignore_patterns("__pycache__")
     for package in _PACKAGES:
-        shutil.copytree(
-            source / package,
-            place.job / "code" / package,
-            ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.pyc"),
-        )
+        shutil.copytree(source / package, place.job / "code" / package, ignore=ignored)
     (place.run / "logs").mkdir(exist_ok=True)
     (place.job / "config.toml").write_text(dump_config(cfg), encoding="utf-8")
     (place.job / "cluster.toml").write_text(tomli_w.dumps(plain(cluster)), encoding="utf-8")
@@ -206,7 +200,7 @@ def submit(place: Place, cluster: Cluster, say: Callable[[str], None]) -> str:
     """Hand the prepared job to sbatch; its id."""
     script = place.job / "train.sbatch"
     job = slurm_commands.submit(script, chdir=place.chdir)
-    ledger.add(place.run, "submit", job=job, folder=str(place.job), after=None, exclude=cluster.slurm.exclude)
+    ledger.add(place.run, "submit", job=job, folder=str(place.job), after=None, exclude=list(cluster.slurm.exclude))
     say(f"job      | {job}")
     say(f"run      | {place.run}")
     say(f"follow   | tail -F {place.run}/logs/slurm-{job}.out")

@@ -13,7 +13,8 @@ class SlurmError(Exception):
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the variables of the job that we may be in, which sbatch would hand on to the next."""
-    return {k: v for k, v in environment.items() if not k.startswith(("SLURM_", "SLURMD_", "SRUN_", "SBATCH_"))}
+    of_a_job = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_")
+    return {k: v for k, v in environment.items() if k == "SLURM_CONF" or not k.startswith(of_a_job)}
 
 
 def submit(script: Path, *, chdir: Path, options: Sequence[str] = ()) -> str:

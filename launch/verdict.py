@@ -41,9 +41,7 @@ class Decision(NamedTuple):
 def decide(facts: Facts) -> Decision:
     """Only a preemption, a time limit and, within the budget, a crash bring a job back."""
     if facts.slurm_ends_it:
-        return Decision(
-            "stop", "SLURM is ending this job; where it requeues by itself, it needs no help", facts.excluded
-        )
+        return Decision("stop", "SLURM is ending this job, or requeues it by itself", facts.excluded)
     if facts.reason in ("finished", "refused", "anomaly", "user"):
         return Decision("stop", f"the run has ended: {facts.reason}", facts.excluded)
     fruitless = _fruitless(facts)

@@ -112,7 +112,7 @@ def look_at_gpu(index: int, limits: Limits) -> tuple[list[str], dict[str, Any]]:
         return [], facts
     pynvml.nvmlInit()
     try:
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(_pci_bus_id(index))
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
         facts |= read_nvml(pynvml, handle)
     finally:
         pynvml.nvmlShutdown()
@@ -196,7 +196,7 @@ def bus_bandwidth(group: Any, size: int, here: World, message_mib: int) -> float
 
 
 def pair_bandwidths(node_of_rank: Sequence[str], here: World, message_mib: int) -> dict[str, float]:
-    """GB/s between neighbouring nodes, "a b" -> speed, each node in two pairs; on every rank. A slow node has two slow pairs."""
+    """GB/s between neighbouring nodes, "a b" -> speed, each node in two pairs; on every rank."""
     nodes = list(dict.fromkeys(node_of_rank))
     mine: dict[str, float] = {}
     for pairs in rounds_of_pairs(len(nodes)):
@@ -238,14 +238,10 @@ def judge(
         if abs(skew) > limits.max_clock_skew_seconds and text not in found[look["node"]]:
             found[look["node"]].append(text)
         if look["tflops"] < limits.min_share_of_median * speed:
-            found[look["node"]].append(
-                f"rank {rank} multiplies at {look['tflops']:.3g} TFLOP/s, the median is {speed:.3g}"
-            )
+            found[look["node"]].append(f"rank {rank} multiplies at {look['tflops']:.3g} TFLOP/s, median {speed:.3g}")
     for node, best in slow_nodes(pairs, limits.min_share_of_median).items():
         middle_pair = statistics.median(pairs.values())
-        found[node].append(
-            f"all-reduces at {best:.3g} GB/s with its neighbours at best, the median is {middle_pair:.3g}"
-        )
+        found[node].append(f"all-reduces with its neighbours at {best:.3g} GB/s at best, median {middle_pair:.3g}")
     if bandwidth is not None and bandwidth < limits.min_allreduce_gb_per_second and not any(found.values()):
         worst = min(pairs, key=lambda pair: pairs[pair]).split() if pairs else list(found)
         for node in worst:
@@ -257,7 +253,7 @@ def judge(
 
 
 def slow_nodes(pairs: dict[str, float], share: float) -> dict[str, float]:
-    """Nodes whose every pair is below `share` of the median, and the best they reach; two nodes cannot be told apart."""
+    """Nodes whose every pair is below `share` of the median, and the best they reach; of two nodes no one can tell."""
     if len(pairs) < 3:
         return {}
     middle = statistics.median(pairs.values())
@@ -285,11 +281,6 @@ def _clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _pci_bus_id(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    return f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
 
 
 def _version(name: str) -> str | None:

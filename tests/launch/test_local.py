@@ -127,7 +127,8 @@ def test_a_warning_to_the_launcher_alone_saves_one_step_and_the_next_start_goes_
     os.kill(ranks_of(third)[1].pid, signal.SIGKILL)  # a crash: torchrun starts both ranks again
     status, output = finish(third)
     # a changed train.steps is a changed schedule, which resume refuses: a decided end that no restart repeats
-    assert status == 2 and "train.steps" in output, output
+    assert status == 2, output
+    assert "train.steps" in output
 
 
 def test_a_signal_to_one_rank_and_a_crash_of_another_end_on_the_same_step_for_all(tmp_path, data, launcher):

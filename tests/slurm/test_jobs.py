@@ -1,0 +1,147 @@
+"""Real jobs on a real SLURM, two nodes of two gloo ranks each: they finish, and come back when they should and only then.
+
+Most runs are frozen in mid training (one rank stopped, so that all wait) until the disturbance has come, and their final
+weights must then equal, bit for bit, those of a run that nobody disturbed.
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import jobs
+from tests.slurm.lab import Lab, freeze, ranks_of, thaw
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Final weights of the same run under either launcher; the two jobs run at the same time and do not meet."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    health = {"health": {"enabled": "true", "min_free_disk_gib": "0.1", "message_mib": "1", "min_share_of_median": "0.0"}}
+    one = jobs.submit(lab, folder, data, "one", cluster=health)
+    two = jobs.submit(lab, folder, data, "two", launcher="srun")
+    for job in (one, two):
+        assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
+        assert job.outcome()["reason"] == "finished"
+        environment = json.loads((job.run / "environment.json").read_text())
+        assert environment["world_size"] == 4
+        assert environment["slurm"]["SLURM_JOB_ID"] == job.id
+        assert "OMP_NUM_THREADS=1" in jobs.output(job.run)
+    assert jobs.weights(one.run, STEPS) == jobs.weights(two.run, STEPS)
+    summary = json.loads((one.run / "jobs" / "starts" / f"{one.id}.0" / "health" / "summary.json").read_text())
+    assert summary["facts"]["ranks"] == 4
+    assert list(summary["problems"].values()) == [[], []]
+    assert summary["facts"]["allreduce_gb_per_second"] > 0
+    return jobs.weights(one.run, STEPS)
+
+
+def hold(job: jobs.Job, node: int = -1) -> int:
+    """Freeze a rank of a running job after a few steps; its pid."""
+    job.wait_for_step(3)
+    where = ranks_of(job.newest())
+    pid = where[sorted(where)[node]][-1]
+    freeze(pid)
+    assert job.steps() < STEPS - 5, "too late to disturb"
+    return pid
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_the_warning_before_the_time_limit_saves_requeues_resumes_and_finishes(
+    lab, data, tmp_path, undisturbed, launcher
+):
+    job = jobs.submit(lab, tmp_path, data, "limited", launcher=launcher)
+    pid = hold(job)
+    lab.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+    job.wait_for_text("USR1 heard: telling the ranks")
+    lab.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")  # for the second start
+    thaw(pid)
+    assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
+    first, second = job.ends()
+    assert (first["reason"], first["decision"]) == ("time_limit", "requeue")
+    assert 3 <= first["step"] < STEPS
+    assert (second["reason"], second["restart"], second["job"]) == ("finished", 1, job.id)
+    assert jobs.weights(job.run, STEPS) == undisturbed
+    assert job.events() == ["start", "save", "stop", "resume", "start", "save", "finish"]
+    assert f"finished at step {STEPS} (status 0)" in jobs.launch(lab, "status", job.run)
+
+
+def test_a_preempted_job_saves_in_its_grace_comes_back_and_finishes(lab, data, tmp_path, undisturbed):
+    job = jobs.submit(lab, tmp_path, data, "preempted", cluster={"slurm": {"partition": '"low"'}})
+    pid = hold(job)
+    lab.call("sbatch", "-p", "high", "-N3", "-c4", "--ntasks-per-node=1", "-o", "/dev/null", "--wrap", "sleep 5")
+    job.wait_for_text("TERM heard, telling the ranks")
+    thaw(pid)
+    assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
+    assert [end["reason"] for end in job.ends()] == ["preempted", "finished"]
+    assert jobs.weights(job.run, STEPS) == undisturbed
+
+
+def test_a_lost_node_brings_the_job_back_on_what_is_left(lab, data, tmp_path, undisturbed):
+    job = jobs.submit(lab, tmp_path, data, "lost", checkpoint={"every": 2, "async": False})
+    hold(job)
+    lost = sorted(ranks_of(job.id))[-1]
+    lab.crash(lost)
+    try:
+        job.wait_for_text(r"start 1 \|")
+        assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
+        assert lost not in lab.field(job.id, "NodeList")
+        assert job.ends()[-1]["reason"] == "finished"
+        assert "resume" in job.events()
+        assert jobs.weights(job.run, STEPS) == undisturbed
+    finally:
+        lab.boot(lost)
+        jobs.wait_for(lambda: lost in lab.idle(), f"{lost} idle again")
+
+
+def test_a_node_whose_rank_dies_is_left_out_of_the_next_job(lab, data, tmp_path, undisturbed):
+    retry = {"retry": {"node_failures": "1"}}
+    job = jobs.submit(lab, tmp_path, data, "crashed", cluster=retry, checkpoint={"every": 2, "async": False})
+    pid = hold(job)
+    bad = jobs.environment_of(pid)["SLURMD_NODENAME"]
+    os.kill(pid, signal.SIGKILL)
+    assert job.wait_for_end() == "FAILED", jobs.output(job.run)  # the first job; the ledger knows the next one
+    jobs.wait_for(lambda: job.newest() != job.id, "resubmission", run=job.run)
+    assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
+    first, second = job.ends()
+    assert (first["reason"], first["nodes"]) == ("crash", {bad: "its rank was the first to go"})
+    assert (first["decision"], second["reason"]) == ("resubmit", "finished")
+    assert lab.field(job.newest(), "ExcNodeList") == bad
+    assert jobs.weights(job.run, STEPS) == undisturbed
+
+
+def test_a_job_that_always_fails_gives_up_after_its_budget_and_shows_the_error(lab, data, tmp_path):
+    broken = {"retry": {"crashes": "1", "node_failures": "9"}, "environment": {"GLOO_SOCKET_IFNAME": '"none0"'}}
+    job = jobs.submit(lab, tmp_path, data, "broken", cluster=broken)
+    assert job.wait_for_end() == "FAILED", jobs.output(job.run)
+    jobs.wait_for(lambda: len(job.ends()) == 2 and job.wait_for_end() == "FAILED", "second failure", run=job.run)
+    assert [(end["reason"], end["decision"]) for end in job.ends()] == [("crash", "requeue"), ("crash", "stop")]
+    assert "2 starts in a row ended (crash the last)" in jobs.output(job.run)
+    assert "none0" in jobs.output(job.run)
+
+
+def test_what_a_person_ends_stays_ended(lab, data, tmp_path):
+    """STOP leaves with everything saved; a second job of a running run is refused; scancel is final."""
+    job = jobs.submit(lab, tmp_path, data, "stopped", steps=100_000)
+    job.wait_for_step(3)
+    again = ["slurm", tmp_path / "stopped.toml", "--nodes", "2", "--cluster", tmp_path / "stopped.cluster.toml"]
+    assert f"has job {job.id} already" in jobs.launch(lab, *again, status=2)
+    assert "running" in jobs.launch(lab, "status", job.run)
+    jobs.launch(lab, "stop", job.run)
+    job.wait_for_end()
+    assert (job.outcome()["reason"], job.ends()[-1]["decision"]) == ("user", "stop")
+    assert (job.run / "checkpoints" / f"step-{job.outcome()['step']:08d}" / "COMPLETE").exists()
+
+    jobs.launch(lab, *again)
+    second = job.newest()
+    assert second != job.id
+    job.wait_for_step(job.outcome()["step"] + 3)
+    lab.call("scancel", second)
+    assert job.wait_for_end() == "CANCELLED"
+    jobs.wait_for(lambda: len(job.ends()) == 2 or "TERM heard" in jobs.output(job.run), "the script's last words")
+    assert lab.state(second) == "CANCELLED"
+    assert lab.call("squeue", "-h", "-t", "PENDING,RUNNING", "-o", "%i").split() == []
