@@ -62,3 +62,9 @@ def excluded(run: Path) -> list[str]:
     """Nodes that the newest job was told not to use."""
     lists = [record.get("exclude", []) for record in read(run) if record.get("event") == "submit"]
     return list(lists[-1]) if lists else []
+
+
+def know(run: Path, job: str, folder: str) -> None:
+    """A job that starts and was submitted by hand, with sbatch, is entered as a person's submission."""
+    if not any(record.get("event") == "submit" and record["job"] == job for record in read(run)):
+        add(run, "submit", job=job, folder=folder, after=None, exclude=[])

@@ -20,7 +20,7 @@ DECIDED = (0, 2, 70, 75)
 """A lone rank's statuses for the ends that it has written into outcome.json: no failure of the task."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m launch.node")
     p.add_argument("--launcher", choices=("torchrun", "srun"), required=True)
     p.add_argument("--nodes", type=int, required=True)
@@ -30,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--attempt", type=Path, required=True, help="folder of this start of the job, shared by its nodes")
     p.add_argument("--max-restarts", type=int, default=0)
     p.add_argument("rank_command", nargs="+", help="what follows python -m")
-    args = p.parse_args(argv)
+    return p.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
     try:
         problem = check(args, os.environ)
     except KeyError as e:

@@ -35,6 +35,7 @@ class Array(NamedTuple):
     """A sweep: task i trains in the job folder on line i + 1 of `points`."""
 
     points: Path
+    name: str
     tasks: Sequence[int]
     at_once: int  # tasks that run at the same time
 
@@ -60,12 +61,12 @@ def render_sbatch(
         )
     tasks = 1 if launcher == "torchrun" else node.processes
     values = {
-        "TITLE": cfg.run.name if array is None else f"sweep {array.points.parent.name}",
-        "SCRIPT": quote(place.job / "train.sbatch" if array is None else array.points.parent / "sweep.sbatch"),
+        "TITLE": cfg.run.name if array is None else f"sweep {array.name}",
+        "SCRIPT": quote(place.job / "train.sbatch"),
         "SBATCH": "\n".join(f"#SBATCH {line}" for line in _options(cfg, cluster, place, nodes, tasks, array)),
         "SIGNAL_SECONDS": str(slurm.signal_seconds),
         "PICK": _pick(place, array),
-        "ENVIRONMENT": "\n".join(_environment(cluster)),
+        "ENVIRONMENT": "\n".join(environment(cluster)),
         "CPUS_PER_TASK": str(node.cpus // tasks),
         "TASKS": str(nodes * tasks),
         "TASKS_PER_NODE": str(tasks),
@@ -81,6 +82,7 @@ def render_sbatch(
         "CRASHES": str(cluster.retry.crashes),
         "NODE_FAILURES": str(cluster.retry.node_failures),
         "REQUEUE": slurm.requeue,
+        "EXCLUDE": quote(",".join(slurm.exclude)),
     }
     return fill(Path(__file__).with_name("train.sbatch").read_text(encoding="utf-8"), values)
 
@@ -102,7 +104,7 @@ def header(cluster: Cluster) -> list[str]:
 
 def _options(cfg: Config, cluster: Cluster, place: Place, nodes: int, tasks: int, array: Array | None) -> list[str]:
     node, slurm = cluster.node, cluster.slurm
-    lines = [f"--job-name={cfg.run.name if array is None else array.points.parent.name}"]
+    lines = [f"--job-name={cfg.run.name if array is None else array.name}"]
     lines += [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={node.cpus // tasks}"]
     if node.gpus:
         asked = {"gpus-per-node": f"--gpus-per-node={node.gpus}", "gres": f"--gres=gpu:{node.gpus}", "none": None}
@@ -114,7 +116,7 @@ def _options(cfg: Config, cluster: Cluster, place: Place, nodes: int, tasks: int
     if array is None:
         lines.append(f"--output={place.run}/logs/slurm-%j.out")
     else:
-        lines.append(f"--output={array.points.parent}/logs/slurm-%A_%a.out")
+        lines.append(f"--output={place.job}/slurm-%A_%a.out")
         lines.append(f"--array={','.join(map(str, array.tasks))}%{array.at_once}")
     return lines + header(cluster)
 
@@ -123,10 +125,12 @@ def _pick(place: Place, array: Array | None) -> str:
     if array is None:
         return f"run={quote(place.run)}\njob={quote(place.job)}"
     line = f'job=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {quote(array.points)})  # the job folder of one point a line'
-    return f"{line}\nrun=${{job%/jobs/*}}"
+    log = 'mkdir -p "$run/logs" && exec >>"$run/logs/slurm-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out" 2>&1'
+    return f"{line}\nrun=${{job%/jobs/*}}\n{log}"
 
 
-def _environment(cluster: Cluster) -> list[str]:
+def environment(cluster: Cluster) -> list[str]:
+    """Shell lines that every job of this site begins with."""
     exports = dict(cluster.environment)
     if cluster.network.interface:
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -161,32 +165,42 @@ def prepare(
 ) -> Place:
     """Refuse a run that has a job already; else snapshot everything into a new RUN/jobs/NNN."""
     run = (chdir / cfg.run.dir).resolve()
-    refuse_second_job(run)
-    taken = [int(path.name) for path in (run / "jobs").glob("[0-9][0-9][0-9]")]
-    place = Place(run, run / "jobs" / f"{max(taken, default=-1) + 1:03d}", chdir.resolve())
+    if (job := ledger.last_job(run)) is not None and alive(job):
+        raise ConfigError(
+            f"run.dir={str(run)!r} has job {job} already ({slurm_commands.state(job)}); end it with pretrain-launch "
+            f"stop {run} or scancel {job}, or choose another run.dir"
+        )
+    place = Place(run, next_folder(run), chdir.resolve())
     text = render_sbatch(cfg, cluster, place, nodes=nodes, launcher=launcher)
-    snapshot(place, cfg, cluster)
+    snapshot_code(place.job)
+    write_settings(place, cfg, cluster)
     (place.job / "train.sbatch").write_text(text, encoding="utf-8")
     say(f"snapshot | {place.job} (code, config.toml, cluster.toml, train.sbatch)")
     return place
 
 
-def refuse_second_job(run: Path) -> None:
-    job = ledger.last_job(run)
-    state = slurm_commands.state(job) if job is not None else None
-    if state is not None and any(word in state for word in _LIVE):
-        raise ConfigError(
-            f"run.dir={str(run)!r} has job {job} already ({state}); stop it with pretrain-launch stop {run}, "
-            f"or scancel {job}, or choose another run.dir"
-        )
+def alive(job: str) -> bool:
+    """Whether SLURM has this job, or will start it again."""
+    state = slurm_commands.state(job)
+    return state is not None and any(word in state for word in _LIVE)
 
 
-def snapshot(place: Place, cfg: Config, cluster: Cluster) -> None:
-    """Code, resolved config and cluster into the job's folder."""
+def next_folder(run: Path) -> Path:
+    """RUN/jobs/NNN of the next submission."""
+    taken = [int(path.name) for path in (run / "jobs").glob("[0-9][0-9][0-9]")]
+    return run / "jobs" / f"{max(taken, default=-1) + 1:03d}"
+
+
+def snapshot_code(job: Path) -> None:
     source = Path(__file__).resolve().parents[1]
     ignored = shutil.ignore_patterns("__pycache__")
     for package in _PACKAGES:
-        shutil.copytree(source / package, place.job / "code" / package, ignore=ignored)
+        shutil.copytree(source / package, job / "code" / package, ignore=ignored)
+
+
+def write_settings(place: Place, cfg: Config, cluster: Cluster) -> None:
+    """The resolved config and cluster of a submission."""
+    place.job.mkdir(parents=True, exist_ok=True)
     (place.run / "logs").mkdir(exist_ok=True)
     (place.job / "config.toml").write_text(dump_config(cfg), encoding="utf-8")
     (place.job / "cluster.toml").write_text(tomli_w.dumps(plain(cluster)), encoding="utf-8")

@@ -13,13 +13,14 @@ class SlurmError(Exception):
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the variables of the job that we may be in, which sbatch would hand on to the next."""
-    of_a_job = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_")
+    of_a_job = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "PRETRAIN_AFTER")
     return {k: v for k, v in environment.items() if k == "SLURM_CONF" or not k.startswith(of_a_job)}
 
 
-def submit(script: Path, *, chdir: Path, options: Sequence[str] = ()) -> str:
-    """SLURM's id of the new job."""
-    said = _call(["sbatch", "--parsable", f"--chdir={chdir}", *options, str(script)], clean_environment(os.environ))
+def submit(script: Path, *, chdir: Path, options: Sequence[str] = (), after: str | None = None) -> str:
+    """SLURM's id of the new job; `after`: the job that it replaces, which it sees as PRETRAIN_AFTER."""
+    environment = clean_environment(os.environ) | ({"PRETRAIN_AFTER": after} if after is not None else {})
+    said = _call(["sbatch", "--parsable", f"--chdir={chdir}", *options, str(script)], environment)
     job = said.strip().split(";")[0]
     if not re.fullmatch(r"\d+", job):
         raise SlurmError(f"sbatch answered {said!r}, which has no job id")

@@ -75,7 +75,7 @@ def _bad_nodes(facts: Facts) -> list[str]:
     if facts.reason != "crash":
         return []
     counts = Counter(node for end in facts.history if end["reason"] == "crash" for node in end.get("nodes", {}))
-    counts.update(facts.blamed)
+    counts.update(facts.blamed.keys())
     return sorted(node for node, times in counts.items() if times >= facts.node_failures and node not in facts.excluded)
 
 
@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--crashes", type=int, required=True)
     p.add_argument("--node-failures", type=int, required=True)
     p.add_argument("--requeue", choices=("scontrol", "resubmit"), required=True)
+    p.add_argument("--exclude", default="", help="the cluster file's list")
     p.add_argument("--nodes", required=True, help="SLURM's list of the job's nodes")
     args = p.parse_args(argv)
     env = os.environ
@@ -146,13 +147,13 @@ def gather(args: argparse.Namespace) -> Facts:
         history=ledger.ends_since_submission(args.run),
         crashes=args.crashes,
         node_failures=args.node_failures,
-        excluded=ledger.excluded(args.run),
+        excluded=sorted({*filter(None, args.exclude.split(",")), *ledger.excluded(args.run)}),
         requeue=args.requeue,
     )
 
 
 def stamp_text(run: Path) -> str:
-    """`stamp` as the batch script keeps it over the training: `python -m launch.verdict stamp RUN` prints it."""
+    """`stamp` as the batch script keeps it over the training: `python -m launch.verdict stamp RUN JOB FOLDER` prints it."""
     found = run_folder.stamp(run)
     return "none" if found is None else f"{found.inode}:{found.modified_ns}"
 
@@ -177,7 +178,7 @@ def _act(args: argparse.Namespace, decision: Decision, env: Mapping[str, str]) -
             options.append(f"--array={env['SLURM_ARRAY_TASK_ID']}")
         if env.get("SLURM_JOB_PARTITION"):
             options.append(f"--partition={env['SLURM_JOB_PARTITION']}")
-        new = slurm_commands.submit(args.script, chdir=Path.cwd(), options=options)
+        new = slurm_commands.submit(args.script, chdir=Path.cwd(), options=options, after=args.job)
         ledger.add(
             args.run, "submit", job=new, folder=str(args.script.parent), after=args.job, exclude=decision.exclude
         )
@@ -186,6 +187,8 @@ def _act(args: argparse.Namespace, decision: Decision, env: Mapping[str, str]) -
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["stamp"]:
+        if "PRETRAIN_AFTER" not in os.environ:  # else the job before this one enters it
+            ledger.know(Path(sys.argv[2]), sys.argv[3], sys.argv[4])
         print(stamp_text(Path(sys.argv[2])))
         sys.exit(0)
     sys.exit(main())

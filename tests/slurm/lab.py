@@ -70,7 +70,9 @@ def missing() -> str | None:
         return f"{', '.join(absent)} not installed (apt-get install --no-install-recommends {packages})"
     if os.geteuid() != 0:
         return "the SLURM lab makes namespaces and runs slurmd, which needs root"
-    tried = subprocess.run(["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True)
+    tried = subprocess.run(
+        ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True
+    )
     return None if tried.returncode == 0 else f"unshare is not allowed here: {tried.stderr.decode().strip()}"
 
 
@@ -94,7 +96,9 @@ class Lab:
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         munge = [f"--{name}={self.folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
-        self._daemon("munged", "--foreground", "--force", *munge, f"--key-file={key}", f"--seed-file={self.folder}/seed")
+        self._daemon(
+            "munged", "--foreground", "--force", *munge, f"--key-file={key}", f"--seed-file={self.folder}/seed"
+        )
         self._wait(lambda: (self.folder / "munge.socket").exists(), "munge's socket")
         self._daemon("slurmctld", "-D")
         for node in self.names:
@@ -217,7 +221,9 @@ def ranks_of(job: str) -> dict[str, list[int]]:
         except OSError:
             continue
         env = dict(item.partition(b"=")[::2] for item in raw)
-        rank = b"pretrain\0train" in command and b"launch.node" not in command and b"torch.distributed.run" not in command
+        rank = (
+            b"pretrain\0train" in command and b"launch.node" not in command and b"torch.distributed.run" not in command
+        )
         if rank and env.get(b"SLURM_JOB_ID") == job.encode():
             found.setdefault(env[b"SLURMD_NODENAME"].decode(), []).append(int(entry.name))
     return found

@@ -1,7 +1,7 @@
-"""Real jobs on a real SLURM, two nodes of two gloo ranks each: they finish, and come back when they should and only then.
+"""Real jobs on a real SLURM, two nodes of two gloo ranks each: they finish, and come back when they should, only then.
 
-Most runs are frozen in mid training (one rank stopped, so that all wait) until the disturbance has come, and their final
-weights must then equal, bit for bit, those of a run that nobody disturbed.
+Most runs are frozen in mid training (one rank stopped, so that all wait) until the disturbance has come, and their
+final weights must then equal, bit for bit, those of a run that nobody disturbed.
 """
 
 import json
@@ -22,7 +22,9 @@ STEPS = 30
 def undisturbed(lab: Lab, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Final weights of the same run under either launcher; the two jobs run at the same time and do not meet."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    health = {"health": {"enabled": "true", "min_free_disk_gib": "0.1", "message_mib": "1", "min_share_of_median": "0.0"}}
+    health = {
+        "health": {"enabled": "true", "min_free_disk_gib": "0.1", "message_mib": "1", "min_share_of_median": "0.0"}
+    }
     one = jobs.submit(lab, folder, data, "one", cluster=health)
     two = jobs.submit(lab, folder, data, "two", launcher="srun")
     for job in (one, two):
