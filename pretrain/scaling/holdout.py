@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.scaling.fit import fit_law, interval
+from pretrain.scaling.fit import LEVEL, fit_law, interval
 from pretrain.scaling.forms import FORMS, Form, Points
 from pretrain.scaling.huber import Array
 from pretrain.scaling.identify import problem
@@ -131,17 +131,20 @@ def choose(scores: list[Score]) -> Score:
 
 
 def widening(helds: list[Held]) -> float:
-    """Factor, at least 1, by which intervals would have had to be wider to hold the held-out runs as often as they say.
+    """Factor, at least 1, by which intervals would have had to be wider to hold 90 % of the held-out runs.
 
-    The root mean square, over splits, of the error in standard deviations (the 90 % interval over 2 x 1.645).
+    For each split the 90 % quantile of error over the side of the interval it lies on, and of all splits the worst: the
+    runs to be predicted lie further out than any held-out one. Under a true law that costs a fifth of the width
+    (mean factor 1.3, coverage 0.95 instead of 0.92); where the law bends it is what keeps the interval honest.
     """
-    squares = []
+    factors = []
     for held in helds:
-        deviation = (np.log(held.high) - np.log(held.low)) / (2 * 1.645)
-        usable = np.isfinite(deviation)
+        up, down = np.log(held.high) - np.log(held.predicted), np.log(held.predicted) - np.log(held.low)
+        side = np.maximum(np.where(held.error > 0, up, down), 1e-6)
+        usable = np.isfinite(side)
         if usable.any():
-            squares.append(float(np.mean((held.error[usable] / np.maximum(deviation[usable], 1e-6)) ** 2)))
-    return float(max(1.0, np.sqrt(np.mean(squares)))) if squares else 1.0
+            factors.append(float(np.quantile(np.abs(held.error[usable]) / side[usable], LEVEL)))
+    return max([1.0, *factors])
 
 
 def noise_floor(points: Points) -> tuple[float, int] | None:

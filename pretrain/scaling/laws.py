@@ -43,27 +43,38 @@ class Laws:
             return np.where((alpha > 0) & (beta > 0), beta / (alpha + beta), np.nan)
 
     def loss(self, params: ArrayLike, tokens: ArrayLike, unique: ArrayLike | None = None) -> Array:
-        """Loss [R, ...] at params and tokens, each [...] for all rows or [R, ...] row by row."""
-        x, y = np.log(np.asarray(params, dtype=np.float64)), np.log(np.asarray(tokens, dtype=np.float64))
-        x, y = np.broadcast_arrays(x, y)
-        if x.ndim == 0 or x.shape[0] != len(self.rows):
-            x, y = x[None], y[None]
-        if unique is not None:
-            x, y = self._effective(x, y, np.log(np.asarray(unique, dtype=np.float64)))
+        """Loss [R, ...] of all rows at the same params and tokens [...]."""
+        asked = (params, tokens) if unique is None else (params, tokens, unique)
+        logs = np.broadcast_arrays(*(np.log(np.asarray(value, dtype=np.float64)) for value in asked))
+        return self._loss(*(log[None] for log in logs))
+
+    def loss_each(self, params: Array, tokens: Array, unique: float | None = None) -> Array:
+        """Loss [R] of each row at its own params [R] and tokens [R]."""
+        x, y = np.log(params), np.log(tokens)
+        return self._loss(x, y) if unique is None else self._loss(x, y, np.full_like(x, np.log(unique)))
+
+    def _loss(self, x: Array, y: Array, u: Array | None = None) -> Array:
+        """From logarithms [R, ...] or [1, ...]."""
+        if u is not None:
+            x, y = self._effective(x, y, u)
         a, b, e, alpha, beta = (self._tall(name, x.ndim) for name in COLUMNS[:5])
         return np.exp(e) + _term(a, alpha, x) + _term(b, beta, y)
 
     def optimum(
         self, flops: float, *, factor: float = 6.0, inference_tokens: float = 0.0, unique: float | None = None
     ) -> Optimum:
-        """The split of `flops` = factor N D + 2 N inference_tokens with the lowest loss."""
+        """The split of `flops` = factor N D + 2 N inference_tokens with the lowest loss; nan: a term does not fall."""
+        if not inference_tokens and unique is None:
+            x = self._best_split(np.log(flops / factor))
+            tokens = flops / factor / np.exp(x)
+            return Optimum(np.exp(x), tokens, self.loss_each(np.exp(x), tokens))
 
         def tokens_at(x: Array) -> Array:
             return np.maximum((flops / np.exp(x) - 2.0 * inference_tokens) / factor, 1.0)
 
         highest = np.log(flops / (factor + 2.0 * inference_tokens))
-        x = self._golden(lambda x: self.loss(np.exp(x), tokens_at(x), unique), 0.0, highest)
-        return Optimum(np.exp(x), tokens_at(x), self.loss(np.exp(x), tokens_at(x), unique))
+        x = self._golden(lambda x: self.loss_each(np.exp(x), tokens_at(x), unique), 0.0, highest)
+        return Optimum(np.exp(x), tokens_at(x), self.loss_each(np.exp(x), tokens_at(x), unique))
 
     def cheapest(self, loss: float, *, factor: float = 6.0, inference_tokens: float = 0.0) -> tuple[Optimum, Array]:
         """The run that reaches `loss` at the least training plus inference FLOPs, and those FLOPs; nan: never."""
@@ -83,6 +94,13 @@ class Laws:
         x = self._golden(cost, smallest + 1e-9, smallest + 40.0)
         tokens = tokens_at(x)
         return Optimum(np.exp(x), tokens, np.where(room > 0, loss, np.nan)), np.exp(cost(x))
+
+    def _best_split(self, log_product: float) -> Array:
+        """log N where both terms fall equally fast along N D = exp(log_product)."""
+        a, b, _, alpha, beta = (self.column(name) for name in COLUMNS[:5])
+        falling = (alpha > 0) & (beta > 0)
+        alpha, beta = np.where(falling, alpha, np.nan), np.where(falling, beta, np.nan)
+        return (a + np.log(alpha) - b - np.log(beta) + beta * log_product) / (alpha + beta)
 
     def _tall(self, name: str, dimensions: int) -> Array:
         return self.column(name).reshape((-1,) + (1,) * (dimensions - 1))

@@ -19,9 +19,10 @@ from pretrain.scaling.saved import SavedFit
 
 def predict_run(fit: SavedFit, params: float, tokens: float, *, unique: float | None = None) -> dict[str, Any]:
     """Loss of a run with its intervals, and what more tokens or parameters would be worth there."""
-    _both_terms(fit, params=params, tokens=tokens)
+    _positive(fit, params=params, tokens=tokens)
     if unique is not None and not fit.form.repetition:
         raise ConfigError(f"--unique-tokens has no effect on form {fit.form.name!r}; fit with --form repetition")
+    _on_the_line(fit, params, tokens)
     flops = fit.flops_factor * params * tokens
     return (
         {"params": params, "tokens": tokens, "flops": flops}
@@ -37,7 +38,7 @@ def predict_budget(
     fit: SavedFit, flops: float, *, inference_tokens: float = 0.0, unique: float | None = None
 ) -> dict[str, Any]:
     """The best run for `flops` of training, or of training and inference together, with intervals for its size."""
-    _both_terms(fit, flops=flops)
+    _positive(fit, flops=flops)
     if not (fit.form.uses_params and fit.form.uses_tokens):
         raise ConfigError(
             f"form {fit.form.name!r} has one term only, so it cannot split a budget; fit --form chinchilla"
@@ -132,7 +133,26 @@ def _loss(fit: SavedFit, params: float, tokens: float, unique: float | None) -> 
     }
 
 
-def _both_terms(fit: SavedFit, **values: float) -> None:
+def _on_the_line(fit: SavedFit, params: float, tokens: float) -> None:
+    """A form with one term holds along the line of its runs: one length, one ratio of tokens to params, or one size."""
+    if fit.form.uses_params and fit.form.uses_tokens:
+        return
+    asked = {"params": params, "tokens": tokens, "tokens_per_param": tokens / params}
+    fixed = "params" if fit.form.uses_tokens else min(("tokens", "tokens_per_param"), key=lambda key: _spread(fit, key))
+    low, high = fit.content["range"][fixed]
+    if not low / 1.25 <= asked[fixed] <= high * 1.25:
+        raise ConfigError(
+            f"form {fit.form.name!r} was fitted at {fixed} from {low:.3g} to {high:.3g} and says nothing about "
+            f"{asked[fixed]:.3g}; keep to that line, or fit --form chinchilla on runs off it"
+        )
+
+
+def _spread(fit: SavedFit, key: str) -> float:
+    low, high = fit.content["range"][key]
+    return float(high / low)
+
+
+def _positive(fit: SavedFit, **values: float) -> None:
     for name, value in values.items():
         if not np.isfinite(value) or value <= 0:
             raise ConfigError(f"--{name} {value:g} is no positive number")

@@ -52,6 +52,10 @@ def study(table: Table, ask: Question) -> dict[str, Any]:
         raise ConfigError(f"--form {name!r} is unknown; the forms are auto, {', '.join(FORMS)}")
     if name == "repetition" and ask.unique is None:
         raise ConfigError("--form repetition needs --unique COL, the number of different tokens that each run saw")
+    if name == "auto":
+        # Runs along one line of sizes and lengths, or of one size, can still carry a form with one term.
+        able = [other for other in ("chinchilla", "params", "tokens") if not identify.problem(points, FORMS[other])]
+        name = "auto" if able[:1] in (["chinchilla"], []) else able[0]
     identify.check(points, FORMS["chinchilla" if name == "auto" else name])
     helds: dict[str, list[holdout.Held]] = {}
     scores: list[holdout.Score] = []
@@ -84,6 +88,7 @@ def study(table: Table, ask: Question) -> dict[str, Any]:
             "tokens": _range(points.tokens),
             "loss": _range(points.loss),
             "flops": _range(ask.flops_factor * points.params * points.tokens),
+            "tokens_per_param": _range(points.tokens / points.params),
             "sizes": len(identify.distinct(points.params)),
         },
         "noise": _noise(fit),

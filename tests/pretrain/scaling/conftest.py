@@ -19,14 +19,14 @@ def truth() -> dict[str, float]:
     return dict(TRUE)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def true_law() -> Laws:
     t = TRUE
     logs = [np.log(t["A"]), np.log(t["B"]), np.log(t["E"]), t["alpha"], t["beta"], np.inf, np.inf]
     return Laws(np.array([logs]))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def grid(true_law: Laws) -> Callable[..., Points]:
     """Points of the true law on a grid of sizes and lengths, with log-normal noise."""
 
@@ -39,7 +39,7 @@ def grid(true_law: Laws) -> Callable[..., Points]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared_scaling() -> Path:
     root = Path(os.environ.get("PRETRAIN_SHARED", Path(__file__).parents[4] / "shared"))
     folder = root / "data" / "scaling"

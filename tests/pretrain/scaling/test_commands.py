@@ -20,20 +20,24 @@ def run(*argv: object) -> int:
 
 @pytest.fixture
 def table(tmp_path, grid):
+    return make_table(tmp_path, grid)
+
+
+def make_table(folder, grid):
     points = grid(noise=0.003, seed=7)
     rows = [{"params": n, "tokens": d, "loss": loss} for n, d, loss in zip(*points[:3], strict=True)]
-    write_table(tmp_path / "runs.csv", rows)
-    return tmp_path / "runs.csv"
+    write_table(folder / "runs.csv", rows)
+    return folder / "runs.csv"
 
 
 COLUMNS = ("--params", "params", "--tokens", "tokens", "--loss", "loss")
 
 
-@pytest.fixture
-def fit(tmp_path, table, capsys):
-    assert run("fit", table, *COLUMNS, "--bootstrap", 200, "--out", tmp_path / "fit.json") == 0
-    capsys.readouterr()
-    return tmp_path / "fit.json"
+@pytest.fixture(scope="module")
+def fit(tmp_path_factory, grid):
+    folder = tmp_path_factory.mktemp("fit")
+    assert run("fit", make_table(folder, grid), *COLUMNS, "--bootstrap", 200, "--out", folder / "fit.json") == 0
+    return folder / "fit.json"
 
 
 def test_fit_writes_every_promised_key_with_intervals(fit, truth):
@@ -66,6 +70,21 @@ def test_fit_chooses_the_form_on_the_largest_runs_when_told_to(table, capsys):
         content["form"] == min(content["forms"], key=lambda score: score["rms"])["form"] or len(content["forms"]) == 2
     )
     assert content["E"]["interval"] is None
+
+
+def test_runs_of_one_ratio_carry_the_form_with_one_term_along_their_line_only(tmp_path, capsys, true_law):
+    sizes = np.geomspace(1e8, 1e10, 9)
+    rows = [{"params": n, "tokens": 20 * n, "loss": float(true_law.loss(n, 20 * n)[0])} for n in sizes]
+    write_table(tmp_path / "line.csv", rows)
+    run("fit", tmp_path / "line.csv", *COLUMNS, "--form", "auto", "--bootstrap", 100, "--out", tmp_path / "fit.json")
+    assert "E + A/N^alpha" in capsys.readouterr().out
+    run("predict", tmp_path / "fit.json", "--params", "1e11", "--tokens", "2e12", "--json")
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(float(true_law.loss(1e11, 2e12)[0]), rel=0.01)
+    with pytest.raises(ConfigError, match="fitted at tokens_per_param from 20 to 20 and says nothing about 200"):
+        run("predict", tmp_path / "fit.json", "--params", "1e10", "--tokens", "2e12")
+    with pytest.raises(ConfigError, match="one term only, so it cannot split a budget"):
+        run("predict", tmp_path / "fit.json", "--flops", "1e24")
+    assert run("plot", tmp_path / "fit.json", tmp_path / "line.csv", "--out", tmp_path / "plots") == 0
 
 
 def test_predict_gives_the_loss_of_a_run_with_its_intervals(fit, capsys, true_law):

@@ -14,6 +14,19 @@ def test_the_best_split_is_the_closed_form(true_law, truth):
     assert true_law.optimal_exponent[0] == pytest.approx(b / (a + b))
 
 
+def test_a_search_finds_the_same_split_as_the_closed_form(true_law):
+    searched = true_law.optimum(1e22, inference_tokens=1e-6)
+    assert searched.params[0] == pytest.approx(true_law.optimum(1e22).params[0], rel=1e-5)
+
+
+def test_a_law_that_does_not_fall_has_no_best_split(true_law):
+    rows = np.repeat(true_law.rows, 2, axis=0)
+    rows[1, 3] = -0.01
+    best = Laws(rows).optimum(1e22)
+    assert np.isfinite(best.params[0])
+    assert np.isnan(best.params[1])
+
+
 def test_the_best_split_with_inference_is_the_lowest_of_a_fine_grid(true_law):
     flops, served = 1e24, 1e13
     best = true_law.optimum(flops, inference_tokens=served)
@@ -36,7 +49,7 @@ def test_inference_makes_the_cheapest_run_smaller_and_longer_at_the_same_loss(tr
     served, cost = true_law.cheapest(2.1, inference_tokens=1e13)
     assert served.params[0] < plain.params[0]
     assert served.tokens[0] > plain.tokens[0]
-    assert true_law.loss(served.params, served.tokens)[0] == pytest.approx(2.1, abs=1e-6)
+    assert true_law.loss_each(served.params, served.tokens)[0] == pytest.approx(2.1, abs=1e-6)
     assert cost[0] < plain.params[0] * (6 * plain.tokens[0] + 2e13)
 
 
@@ -54,6 +67,12 @@ def test_many_rows_answer_as_each_alone(true_law):
     np.testing.assert_allclose(
         Laws(rows).loss([1e9, 1e8], [1e10, 1e9])[1], Laws(rows[1:2]).loss([1e9, 1e8], [1e10, 1e9])[0]
     )
+
+
+def test_as_many_points_as_rows_are_still_points(true_law):
+    rows = np.repeat(true_law.rows, 3, axis=0)
+    assert Laws(rows).loss([1e8, 1e9, 1e10], [1e10, 1e11, 1e12]).shape == (3, 3)
+    assert Laws(rows).loss_each(np.array([1e8, 1e9, 1e10]), np.array([1e10, 1e11, 1e12])).shape == (3,)
 
 
 def test_repeated_tokens_are_worth_what_the_paper_says(true_law):

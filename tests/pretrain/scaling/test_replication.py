@@ -15,15 +15,8 @@ ASK = Question("params", "tokens", "loss", flops="flops", where="not largest(los
 
 
 @pytest.fixture(scope="module")
-def content(request):
-    import os
-    from pathlib import Path
-
-    root = Path(os.environ.get("PRETRAIN_SHARED", Path(__file__).parents[4] / "shared"))
-    path = root / "data" / "scaling" / "chinchilla_figure4.csv"
-    if not path.is_file():
-        pytest.skip(f"{path} is not here (set PRETRAIN_SHARED to the shared data folder)")
-    return study(read_table(path), ASK)
+def content(shared_scaling):
+    return study(read_table(shared_scaling / "chinchilla_figure4.csv"), ASK)
 
 
 def test_the_published_law_lies_within_the_intervals(content):
