@@ -16,7 +16,9 @@ State = dict[str, Tensor]
 """Canonical names to whole-shaped tensors (DTensors where sharded): `model.NAME`, `optim.MOMENT.NAME`, `optim.step`."""
 
 
-class Engine(Protocol):
+class Forward(Protocol):
+    """As much of an engine as validation needs."""
+
     @property
     def model(self) -> nn.Module:
         """The wrapped model."""
@@ -26,6 +28,8 @@ class Engine(Protocol):
         """Sums over this rank's targets of a micro-batch; differentiable while gradients are on."""
         ...
 
+
+class Engine(Forward, Protocol):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate gradients in fp32; `last` marks the step's last micro-batch."""
         ...

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from pretrain.data.loader import Validation
 from pretrain.dist import World
-from pretrain.parallel.engine import Engine
+from pretrain.parallel.engine import Forward
 
 
 def evaluate(
-    engine: Engine, batches: Validation, world: World, hurry: Callable[[], bool] = lambda: False
+    engine: Forward, batches: Validation, world: World, hurry: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """val_loss (nats a target) and val_bits_per_byte over all validation rows; None when `hurry` said to leave.
 

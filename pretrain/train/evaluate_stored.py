@@ -1,7 +1,6 @@
 """Validation of a checkpoint outside of a run: one process, one device, the same sums as in training."""
 
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from pretrain.dist import World
 from pretrain.errors import ConfigError
 from pretrain.model.attention import choose_kernel
 from pretrain.model.loss import LossSums
-from pretrain.parallel.engine import Engine, model_inputs
+from pretrain.parallel.engine import model_inputs
 from pretrain.train.evaluate import evaluate
 from pretrain.train.stored_model import StoredModel, load_model, trained_on
 
@@ -43,8 +42,7 @@ def evaluate_stored(
     _check_tokenizer(stored, data)
     kernel, _ = choose_kernel("auto", device, dtype, mask_documents=cfg.mask_documents)
     model = load_model(stored, device, dtype, kernel=kernel, loss_chunks=LOSS_CHUNKS)
-    engine = cast(Engine, _Plain(model, kernel, cfg.mask_documents))
-    metrics = evaluate(engine, rows, World(0, 1, 0, device))
+    metrics = evaluate(_Plain(model, kernel, cfg.mask_documents), rows, World(0, 1, 0, device))
     assert metrics is not None
     return metrics
 

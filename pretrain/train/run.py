@@ -33,7 +33,14 @@ from pretrain.train.checkpoint import Checkpointer, choose, read_state, restore_
 from pretrain.train.evaluate import evaluate
 from pretrain.train.optimizer import build_optimizer, describe_groups
 from pretrain.train.resume import compare_configs
-from pretrain.train.run_folder import EXIT_STATUS, Status, open_run_folder, write_outcome
+from pretrain.train.run_folder import (
+    EXIT_STATUS,
+    Status,
+    only_start,
+    open_run_folder,
+    record_start,
+    write_outcome,
+)
 from pretrain.train.stop import Reason, Stop
 from pretrain.train.trainer import Trainer
 from pretrain.train.watchdog import Watchdog
@@ -59,13 +66,14 @@ def train_in(
     run = Path(cfg.run.dir)
     layout = cfg.layout(ranks.size)
     check_sinks(cfg.metrics.sinks)
-    attempt = open_run_folder(cfg, ranks)
-    with rank_log(run, ranks):
-        reason, step, message = _attempt(cfg, layout, ranks, stop, attempt, resume, allow_change or set())
-    if ranks.first:
-        write_outcome(run, reason, step, attempt, message)
-        if message:
-            print(f"error: {message}", flush=True)
+    with only_start(run, ranks):
+        attempt = open_run_folder(cfg, ranks)
+        with rank_log(run, ranks):
+            reason, step, message = _attempt(cfg, layout, ranks, stop, attempt, resume, allow_change or set())
+        if ranks.first:
+            write_outcome(run, reason, step, attempt, message)
+            if message:
+                print(f"error: {message}", flush=True)
     return reason
 
 
@@ -133,6 +141,7 @@ class Setup:
             run, ranks, keep=cfg.checkpoint.keep, keep_every=cfg.checkpoint.keep_every, event=self.sinks.event
         )
         if ranks.first:
+            record_start(cfg, ranks)
             self.sinks.event("start", origin["step"], attempt=self.attempt, world_size=ranks.size)
         trainer = Trainer(
             cfg,

@@ -1,6 +1,8 @@
 """A run's own folder: resolved config, environment, outcome and attempt number; the check that all ranks see it."""
 
 import datetime
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -8,6 +10,8 @@ import secrets
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -58,10 +62,44 @@ def open_run_folder(cfg: Config, world: World) -> int:
     all_ranks_ok(error, world)
     if world.first:
         (run / "seen").unlink()
-        replace_synced(run / "config.toml", dump_config(cfg))
-        replace_synced(run / "environment.json", json.dumps(environment(cfg, world), indent=1) + "\n")
         (run / "outcome.json").unlink(missing_ok=True)
     return attempt
+
+
+def record_start(cfg: Config, world: World) -> None:
+    """Write the resolved config and the environment of an attempt that nothing has refused."""
+    run = Path(cfg.run.dir)
+    replace_synced(run / "config.toml", dump_config(cfg))
+    replace_synced(run / "environment.json", json.dumps(environment(cfg, world), indent=1) + "\n")
+
+
+@contextmanager
+def only_start(run: Path, world: World) -> Iterator[None]:
+    """Refuse to start while another start of the same run is alive, anywhere that shares the file system's locks.
+
+    The lock is rank 0's and goes with its process, however that ends.
+    """
+    error: ConfigError | None = None
+    with ExitStack() as held:
+        if world.first:
+            try:
+                run.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context(open(run / "lock", "a+", encoding="utf-8"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.truncate(0)
+                lock.write(f"process {os.getpid()} on {host()}")
+                lock.flush()
+            except BlockingIOError:
+                lock.seek(0)
+                error = ConfigError(
+                    f"run.dir={str(run)!r} is in use by {lock.read() or 'another start of this run'}; "
+                    f"wait for its end, stop it with touch {run / 'STOP'}, or choose another run.dir"
+                )
+            except OSError as e:
+                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+                    error = ConfigError(f"run.dir={str(run)!r} cannot be used: {e}")
+        all_ranks_ok(error, world)
+        yield
 
 
 def next_attempt(run: Path) -> int:

@@ -49,6 +49,8 @@ def train_one(ranks: Any, **changes: Any) -> Result:
     cfg = small_config("unused", "unused", **changes)
     layout = cfg.layout(ranks.size)
     engine = build_engine(cfg, layout, ranks, lambda model: build_optimizer(model, cfg.optimizer))
+    if cfg.precision.compute == "bf16" and not cfg.compile.enabled:
+        engine.model.layers[0].attention.register_forward_pre_hook(assert_rope_is_fp32)  # type: ignore[union-attr, index]
     start, curve, micro = whole(engine.state()), [], cfg.train.micro_batch_size
     for step in range(STEPS):
         inputs, labels, positions, documents = batches(step, cfg.data.mask_documents)
@@ -66,6 +68,13 @@ def train_one(ranks: Any, **changes: Any) -> Result:
             torch.distributed.all_reduce(loss_sum)
         curve.append((float(loss_sum) / targets, norm))
     return curve, start, whole(engine.state())
+
+
+def assert_rope_is_fp32(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    """Inside the block, under every engine's mixed precision."""
+    x, inputs = args
+    assert inputs.rope.cos.dtype == inputs.rope.sin.dtype == torch.float32, inputs.rope.cos.dtype
+    assert x.dtype == torch.bfloat16, x.dtype
 
 
 def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,57 @@
+"""`python faulty.py FAULT ARGUMENTS`: `pretrain ARGUMENTS` with one thing made to go wrong on rank 1. Not a test itself.
+
+FAULT: none; forward, loader, save (raise at step 5); hang (never come back from step 5); slow (0.05 s a step more).
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+from pretrain import cli
+
+
+def main() -> int:
+    fault, arguments = sys.argv[1], sys.argv[2:]
+    if fault != "none":
+        break_something(fault)
+    return cli.main(arguments)
+
+
+def break_something(fault: str) -> None:
+    from pretrain.train import checkpoint, trainer
+
+    rank_1 = os.environ.get("RANK") == "1"
+    steps = {"done": 0}
+    plain_beat = trainer.Watchdog.beat
+
+    def beat(self: Any, step: int) -> None:
+        steps["done"] = step
+        if fault == "slow":
+            time.sleep(0.05)
+        plain_beat(self, step)
+
+    trainer.Watchdog.beat = beat  # type: ignore[method-assign]
+
+    def breaking(plain: Any, at: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if rank_1 and steps["done"] >= at:
+                if fault == "hang":
+                    time.sleep(3600)
+                raise RuntimeError(f"planted fault in {fault} on rank 1")
+            return plain(*args, **kwargs)
+
+        return call
+
+    if fault == "forward":
+        from pretrain.parallel.fsdp import FsdpEngine
+
+        FsdpEngine.forward = breaking(FsdpEngine.forward, 4)  # type: ignore[method-assign]
+    elif fault in ("loader", "hang"):
+        trainer.Loader.step = breaking(trainer.Loader.step, 4)  # type: ignore[method-assign]
+    elif fault == "save":
+        checkpoint.save_file = breaking(checkpoint.save_file, 4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Ranks that raise, hang or are killed: the job ends soon, says why, and comes back with the same weights.
+
+PRETRAIN_KILLS=100 runs the kill test that often for each engine; the suite takes a sample.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from ranks import free_port
+from small import make_dataset, small_config
+
+from pretrain.config_file import dump_config
+from pretrain.metrics.jsonl import read_records
+from pretrain.train import checkpoint_folder as folder
+from pretrain.train.checkpoint import SafeReader, read_state
+from pretrain.train.run import read_outcome
+
+FAULTY = Path(__file__).with_name("faulty.py")
+ROOT = Path(__file__).resolve().parents[3]
+KILLS = int(os.environ.get("PRETRAIN_KILLS", "2"))
+
+
+@contextmanager
+def job(config: Path, fault: str = "none", size: int = 2, **env: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Ranks of `pretrain train CONFIG`; those still there at the end are killed."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    ranks = []
+    for rank in range(size):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        with open(config.with_suffix(f".rank-{rank}.log"), "ab") as log:
+            command = [sys.executable, str(FAULTY), fault, "train", str(config)]
+            ranks.append(
+                subprocess.Popen(command, env=os.environ | meeting | own | env, cwd=ROOT, stdout=log, stderr=log)
+            )
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait()
+
+
+def wait_all(ranks: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    return [rank.wait(timeout=max(0.1, deadline - time.monotonic())) for rank in ranks]
+
+
+def write_config(path: Path, run: Path, data: Path, **changes: Any) -> Path:
+    path.write_text(dump_config(small_config(run, data, **changes)))
+    return path
+
+
+def steps_done(run: Path) -> int:
+    try:
+        return max((line["step"] for line in read_records(run / "metrics.jsonl")), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+def wait_for_step(run: Path, step: int, ranks: list[subprocess.Popen[bytes]], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while steps_done(run) < step and any(rank.poll() is None for rank in ranks):
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("faults") / "data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["forward", "loader", "save"])
+def test_a_rank_that_raises_takes_the_job_down_with_its_traceback(tmp_path: Path, data: Path, fault: str) -> None:
+    """G38: gone within 60 s, non-zero, the reason in the log, the last good checkpoint untouched."""
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "c.toml", run, data, checkpoint__every=3, checkpoint__async=False)
+    with job(config, fault) as ranks:
+        wait_for_step(run, 4, ranks)
+        statuses = wait_all(ranks, 60)
+    assert all(statuses), statuses
+    log = (run / "logs" / "rank-1.log").read_text()
+    assert f"planted fault in {fault} on rank 1" in log
+    assert "Traceback" in log
+    assert [(c.step, c.problem) for c in folder.list_checkpoints(run)] == [(3, None)]
+    assert read_outcome(run) is None, "a crash decides nothing"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_found_and_all_ranks_leave_their_stacks(tmp_path: Path, data: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "c.toml", run, data, run__hang_factor=2.0, run__hang_seconds=8.0)
+    with job(config, "hang") as ranks:
+        wait_for_step(run, 4, ranks)
+        statuses = wait_all(ranks, 120)
+    assert all(statuses), statuses
+    for rank in (0, 1):
+        assert "stacks of all threads" in (run / "logs" / f"rank-{rank}.log").read_text()
+    assert "faulty.py" in (run / "logs" / "rank-1.log").read_text()
+    assert "hang" in {e["event"] for e in read_records(run / "events.jsonl")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, "preempted"), (signal.SIGUSR1, "time_limit")])
+def test_a_signal_to_one_rank_saves_the_same_step_on_all(
+    tmp_path: Path, data: Path, number: signal.Signals, reason: str
+) -> None:
+    """G44."""
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "c.toml", run, data, train__steps=2000)
+    with job(config, "slow") as ranks:
+        wait_for_step(run, 3, ranks)
+        ranks[1].send_signal(number)
+        assert wait_all(ranks, 60) == [75, 75]
+    outcome = read_outcome(run)
+    assert outcome is not None
+    assert (outcome["reason"], outcome["status"]) == (reason, 75)
+    assert [(c.step, c.problem) for c in folder.list_checkpoints(run)] == [(outcome["step"], None)]
+
+
+@pytest.mark.slow
+def test_a_second_start_of_a_living_run_is_refused(tmp_path: Path, data: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "c.toml", run, data, train__steps=2000)
+    with job(config, "slow", size=1) as first:
+        wait_for_step(run, 1, first)
+        with job(config, size=1) as second:
+            assert wait_all(second, 120) == [2]
+        assert "is in use by process" in config.with_suffix(".rank-0.log").read_text()
+        (run / "STOP").touch()
+        assert wait_all(first, 60) == [75]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "zero"])
+def test_runs_killed_at_random_moments_end_with_the_undisturbed_weights(
+    tmp_path: Path, data: Path, engine: str
+) -> None:
+    """SIGKILL to one rank or to all, SIGTERM to one, with saves under way, half of them in the background."""
+    seed = int(os.environ.get("PRETRAIN_KILL_SEED", "1"))
+    draw = random.Random(f"{seed}{engine}")
+    steps = {"train__steps": 24, "parallel__engine": engine, "checkpoint__every": 2, "checkpoint__keep": 2}
+    steps |= {"parallel__zero_stage": draw.choice([1, 2, 3])} if engine == "zero" else {}
+    calm = tmp_path / "calm"
+    with job(write_config(tmp_path / "calm.toml", calm, data, **steps)) as ranks:
+        assert wait_all(ranks, 300) == [0, 0]
+    expected = final_state(calm)
+    for trial in range(KILLS):
+        run = tmp_path / f"run-{trial}"
+        background = {"checkpoint__async": bool(trial % 2)}
+        config = write_config(tmp_path / f"{trial}.toml", run, data, **steps, **background)
+        with job(config, "slow") as ranks:
+            wait_for_step(run, draw.randrange(1, 20), ranks)
+            time.sleep(draw.random() * 0.1)
+            what = draw.choice(["kill one", "kill all", "term one"])
+            victims = ranks if what == "kill all" else [draw.choice(ranks)]
+            for victim in victims:
+                victim.send_signal(signal.SIGTERM if what == "term one" else signal.SIGKILL)
+            wait_all(ranks, 60)
+        with job(config) as ranks:
+            assert wait_all(ranks, 300) == [0, 0], (seed, trial, what)
+        got = final_state(run)
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, got[name]), (seed, trial, what, name)
+
+
+def final_state(run: Path) -> dict[str, torch.Tensor]:
+    newest = folder.newest_whole(run)
+    stored = SafeReader(newest).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    read_state(newest, state)
+    return state
