@@ -10,9 +10,17 @@ import typing
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from pretrain.config import Count, Flag, Float, Positive, Table
+from pretrain.config import Table
 from pretrain.errors import ConfigError
 
 
@@ -21,7 +29,9 @@ class Slurm(Table):
     account: str | None = None
     qos: str | None = None
     time: str  # * limit of one job, as sbatch takes it: [days-]hours:minutes:seconds; a longer run is a chain of jobs
-    signal_seconds: Positive = 300  # warning before the limit; SLURM looks every 30 s, so 60 is the least that is safe
+    signal_seconds: PositiveInt = (
+        300  # warning before the limit; SLURM looks every 30 s, so 60 is the least that is safe
+    )
     requeue: Literal["scontrol", "resubmit"] = "scontrol"  # resubmit: where users may not requeue
     exclude: tuple[str, ...] = ()  # nodes never to use
     extra: tuple[str, ...] = ()  # further #SBATCH options, such as "--constraint=h100"
@@ -51,12 +61,12 @@ class Slurm(Table):
 
 
 class Node(Table):
-    gpus: Count  # * GPUs of a node, one rank each; 0: ranks on CPUs
-    ranks: Positive | None = None  # only where gpus=0: ranks of a node
-    cpus: Positive  # * CPUs of a node that a job may have
+    gpus: NonNegativeInt  # * GPUs of a node, one rank each; 0: ranks on CPUs
+    ranks: PositiveInt | None = None  # only where gpus=0: ranks of a node
+    cpus: PositiveInt  # * CPUs of a node that a job may have
     memory: str | None = "0"  # sbatch --mem; "0" is all of a node's; leave out with memory = ""
     gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"  # how this SLURM is asked for GPUs
-    exclusive: Flag = True  # no other job on the node
+    exclusive: bool = True  # no other job on the node
 
     @model_validator(mode="after")
     def _ranks(self) -> "Node":
@@ -87,20 +97,20 @@ class Network(Table):
 
 
 class Retry(Table):
-    crashes: Count = 3  # starts in a row that may crash or get nowhere before the job gives up
-    torchrun_restarts: Count = 0  # restarts inside an allocation; torchrun only
-    node_failures: Positive = 2  # a node that was first to fail this often is excluded
+    crashes: NonNegativeInt = 3  # starts in a row that may crash or get nowhere before the job gives up
+    torchrun_restarts: NonNegativeInt = 0  # restarts inside an allocation; torchrun only
+    node_failures: PositiveInt = 2  # a node that was first to fail this often is excluded
 
 
 class Health(Table):
-    enabled: Flag = True
-    timeout_seconds: Positive = 300
-    max_clock_skew_seconds: Annotated[Float, Field(gt=0)] = 1.0
-    min_free_disk_gib: Annotated[Float, Field(ge=0)] = 20.0  # in the run's folder
-    max_used_memory_gib: Annotated[Float, Field(ge=0)] = 2.0  # of a GPU before anything has started
-    min_allreduce_gb_per_second: Annotated[Float, Field(ge=0)] = 0.0  # bus bandwidth over all ranks; 0: any
-    min_share_of_median: Annotated[Float, Field(ge=0, le=1)] = 0.7  # of matmul speed and pairwise bandwidth
-    message_mib: Positive = 256  # of the all-reduce
+    enabled: bool = True
+    timeout_seconds: PositiveInt = 300
+    max_clock_skew_seconds: Annotated[float, Field(gt=0)] = 1.0
+    min_free_disk_gib: Annotated[float, Field(ge=0)] = 20.0  # in the run's folder
+    max_used_memory_gib: Annotated[float, Field(ge=0)] = 2.0  # of a GPU before anything has started
+    min_allreduce_gb_per_second: Annotated[float, Field(ge=0)] = 0.0  # bus bandwidth over all ranks; 0: any
+    min_share_of_median: Annotated[float, Field(ge=0, le=1)] = 0.7  # of matmul speed and pairwise bandwidth
+    message_mib: PositiveInt = 256  # of the all-reduce
 
 
 class Cluster(Table):

@@ -153,7 +153,7 @@ def gather(args: argparse.Namespace) -> Facts:
 
 
 def stamp_text(run: Path) -> str:
-    """`stamp` as the batch script keeps it over the training: `python -m launch.verdict stamp RUN JOB FOLDER` prints it."""
+    """What `python -m launch.verdict stamp RUN JOB FOLDER` prints, for the batch script to keep over the training."""
     found = run_folder.stamp(run)
     return "none" if found is None else f"{found.inode}:{found.modified_ns}"
 

@@ -6,11 +6,15 @@ final weights must then equal, bit for bit, those of a run that nobody disturbed
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch.tiny_run import ROOT, write_config
 from tests.slurm import jobs
 from tests.slurm.lab import Lab, freeze, ranks_of, thaw
 
@@ -106,7 +110,6 @@ def test_a_node_whose_rank_dies_is_left_out_of_the_next_job(lab, data, tmp_path,
     pid = hold(job)
     bad = jobs.environment_of(pid)["SLURMD_NODENAME"]
     os.kill(pid, signal.SIGKILL)
-    assert job.wait_for_end() == "FAILED", jobs.output(job.run)  # the first job; the ledger knows the next one
     jobs.wait_for(lambda: job.newest() != job.id, "resubmission", run=job.run)
     assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
     first, second = job.ends()
@@ -147,3 +150,54 @@ def test_what_a_person_ends_stays_ended(lab, data, tmp_path):
     jobs.wait_for(lambda: len(job.ends()) == 2 or "TERM heard" in jobs.output(job.run), "the script's last words")
     assert lab.state(second) == "CANCELLED"
     assert lab.call("squeue", "-h", "-t", "PENDING,RUNNING", "-o", "%i").split() == []
+
+
+def test_a_sweep_runs_every_point_and_relaunches_the_failed_one_alone(lab, data, tmp_path):
+    """Four points, two at a time, on one node of one rank each; the data of one is missing at first."""
+    names = ["a", "b", "c", "d"]
+    rows = []
+    for name in names:
+        source = tmp_path / "late" if name == "c" else data
+        write_config(tmp_path / f"{name}.toml", tmp_path / "runs" / name, source, steps=3)
+        row = {"name": name, "config": f"{name}.toml", "after": "", "params": 2e4, "tokens": 768, "steps": 3}
+        rows.append(row | {"gpu_hours": 0.001})
+    (tmp_path / "table.json").write_text(json.dumps({"points": rows}))
+    site = jobs.write_cluster(tmp_path / "site.toml", node={"ranks": "1", "cpus": "1"})
+    sweep = ["sweep", tmp_path, "--cluster", site, "--at-once", "2"]
+    assert "4 of 4 runs to submit, 0.004 of 0.004 GPU hours" in jobs.launch(lab, *sweep, "--dry-run")
+    jobs.launch(lab, *sweep)
+    runs = {name: jobs.Job(lab, tmp_path / "runs" / name, "") for name in names}
+    for name, run in runs.items():
+        assert run.wait_for_end() == ("FAILED" if name == "c" else "COMPLETED"), jobs.output(run.run)
+        assert run.outcome()["reason"] == ("refused" if name == "c" else "finished")
+        assert [end["decision"] for end in run.ends()] == ["stop"]
+
+    (tmp_path / "late").symlink_to(data)
+    before = {name: run.newest() for name, run in runs.items()}
+    assert "1 of 4 runs to submit" in jobs.launch(lab, *sweep)
+    assert runs["c"].wait_for_end() == "COMPLETED", jobs.output(runs["c"].run)
+    assert {name for name, run in runs.items() if run.newest() != before[name]} == {"c"}
+    assert "nothing is left to run" in jobs.launch(lab, *sweep)
+
+
+def test_a_dataset_is_built_by_an_array_and_merged(lab, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for part in range(3):
+        lines = [json.dumps({"text": f"part {part} line {line} " * 5}) for line in range(50)]
+        (texts / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "data_prep"]
+    made = [*command, "tokenizer", str(texts), "--out", str(tmp_path / "tok"), "--kind", "bpe", "--vocab-size", "300"]
+    subprocess.run(made, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    site = jobs.write_cluster(tmp_path / "site.toml", node={"ranks": "1", "cpus": "1"})
+    out = tmp_path / "built"
+    build = [texts, "--tokenizer", tmp_path / "tok", "--out", out, "--seq-len", "32", "--workers", "1"]
+    said = jobs.launch(lab, "data", "--cluster", site, "--tasks", "2", "--", *build)
+    merge = re.findall(r"job (\d+)", said)[1]
+    jobs.wait_for(lambda: lab.state(merge) in ("COMPLETED", "FAILED", "CANCELLED"), "end of the merge")
+    outputs = "\n".join(path.read_text() for path in (out / "jobs").glob("*.out"))
+    assert lab.state(merge) == "COMPLETED", outputs
+    stats = subprocess.run(
+        [*command, "stats", str(out), "--json"], cwd=ROOT, capture_output=True, timeout=120, check=True
+    )
+    assert json.loads(stats.stdout)["documents"] == 150
