@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.config import ModelConfig
 from pretrain.model.attention import AttentionInputs, Kernel, attend, document_mask
+from pretrain.model.elementwise import rms_norm, swiglu
 from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.rope import rope_table, rotate
 
@@ -27,9 +27,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).type_as(x) * self.weight.type_as(x)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -61,11 +59,11 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(model.d_ff, model.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
-    """One layer. `recompute`, set by `parallel.activation_checkpoint`, runs the body without keeping its activations."""
+    """One layer. `recompute`, set by `parallel.activation_checkpoint`, runs the body without keeping activations."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -143,7 +141,7 @@ class Llama(nn.Module):
         cu_seqlens: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Any:
-        """tokens, positions, documents, labels: int [B, T]. Returns logits [B, T, V], or LossSums where labels are given.
+        """tokens, positions, documents, labels: int [B, T]. Returns logits [B, T, V], or with labels LossSums.
 
         documents (None: one document a row) and cu_seqlens say the same thing to different kernels.
         """

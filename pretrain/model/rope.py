@@ -39,10 +39,15 @@ def rope_table(model: ModelConfig, positions: Tensor, dtype: torch.dtype = torch
 
 
 def rotate(x: Tensor, table: RopeTable) -> Tensor:
-    """Turn the neighbouring pairs of x [B, T, H, Q] by the table's angles; computed in the table's dtype, returned in x's.
+    """Turn the neighbouring pairs of x [B, T, H, Q] by the table's angles; in the table's dtype, returned in x's.
 
-    Equal to multiplying x, read as complex numbers, by exp(i * angle), but in real arithmetic, which compiles.
+    Read as complex numbers, x is multiplied by exp(i * angle). Eager mode does just that, in one pass over memory;
+    compiled code does the same in real arithmetic, because the compiler does not fuse complex numbers.
     """
+    if not torch.compiler.is_compiling():
+        turn = torch.complex(table.cos, table.sin).unsqueeze(2)
+        pairs = torch.view_as_complex(x.to(table.cos.dtype).unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
     cos, sin = table.cos.unsqueeze(2), table.sin.unsqueeze(2)
     even, odd = x.unflatten(-1, (-1, 2)).to(cos.dtype).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
