@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import fast_bpe, pack, plan, sources, sums, worker
-from data_prep.blockfile import whole_file
 from data_prep.errors import DataError
 from data_prep.progress import Progress
 from data_prep.row_index import Packing
@@ -68,8 +67,8 @@ def build(
             raise DataError(f"{folder} holds a dataset of other inputs, tokenizer or settings; choose another --out")
         say(f"{folder} is already built from these inputs")
     else:
-        job = _job(folder, wanted, tokenizer, say)
         _prepare(folder, wanted, tokenizer, seq_len, packing)
+        job = _job(folder, wanted, tokenizer, say)
         _run(wanted, job, workers, task, num_tasks, say)
         if num_tasks > 1:
             say(f"task {task} of {num_tasks} is done; when all are: pretrain-data merge {folder}")
@@ -120,14 +119,13 @@ def _job(folder: Path, wanted: plan.Plan, tokenizer: Tokenizer, say: Callable[[s
     back = tokenizer.decode(tokenizer.encode(plain))
     if back.strip() != plain:
         say(f"warning: this tokenizer loses text: {plain!r} comes back as {back!r}")
-    bos = settings_bos(wanted)
-    add_bos = [] if not bos else [wanted.tokenizer.bos_id]
+    add_bos = [wanted.tokenizer.bos_id] if _adds_bos(wanted) else []
     add_eos = [wanted.tokenizer.eos_id] if wanted.settings.eos else []
     say(f"each document: {'BOS + ' if add_bos else ''}text{' + EOS' if add_eos else ''}")
     return worker.Job(folder, wanted, tokenizer.engine, add_bos, add_eos)
 
 
-def settings_bos(wanted: plan.Plan) -> bool:
+def _adds_bos(wanted: plan.Plan) -> bool:
     """Whether BOS goes before each document: as asked, else where the tokenizer has one that is not its EOS."""
     tokenizer = wanted.tokenizer
     if wanted.settings.bos is None:
@@ -159,9 +157,11 @@ def _prepare(folder: Path, wanted: plan.Plan, tokenizer: Tokenizer, seq_len: int
     elif folder.exists() and any(folder.iterdir()) and not (folder / "build").is_dir():
         raise DataError(f"{folder} is not empty and holds no build to go on with; choose another --out")
     (folder / "build").mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder / "tokenizer")
-    with whole_file(folder / "build" / "rows.json") as file:  # for `merge`, should another process do that
-        file.write(json.dumps({"seq_len": seq_len, "packing": packing}).encode())
+    for name, original in tokenizer.files.items():
+        (folder / "tokenizer").mkdir(exist_ok=True)
+        plan.put_file(folder / "tokenizer" / name, original.read_bytes())
+    # For `merge`, should another process do that.
+    plan.put_file(folder / "build" / "rows.json", json.dumps({"seq_len": seq_len, "packing": packing}).encode())
     if not path.exists():
         wanted.write(path)
 
@@ -277,7 +277,7 @@ def _write_manifest(folder: Path, wanted: plan.Plan) -> None:
         "text_key": wanted.settings.text_key,
         "on_bad_row": wanted.settings.on_bad_row,
         "val_fraction": wanted.settings.val_fraction,
-        "bos": settings_bos(wanted),
+        "bos": _adds_bos(wanted),
         "eos": wanted.settings.eos,
         "fingerprint": wanted.fingerprint(),
     }

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,8 +84,7 @@ class Plan:
         )
 
     def write(self, path: Path) -> None:
-        with whole_file(path) as file:
-            file.write(json.dumps(self.as_json()).encode())
+        put_file(path, json.dumps(self.as_json()).encode())
 
     @classmethod
     def read(cls, path: Path) -> Plan:
@@ -93,6 +94,14 @@ class Plan:
             raise DataError(f"{path.parents[1]}: no build is going on there ({path} is missing)") from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: damaged ({error}); remove {path.parent} and build again") from error
+
+
+def put_file(path: Path, content: bytes) -> None:
+    """A file that several tasks may write at once, on several machines: each under a temporary name of its own."""
+    scratch = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
+    with whole_file(scratch) as file:
+        file.write(content)
+    os.replace(scratch, path)
 
 
 def make_plan(settings: Settings, tokenizer: TokenizerInfo) -> tuple[Plan, list[str]]:

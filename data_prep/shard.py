@@ -246,7 +246,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerInfo:
-    kind: str  # sentencepiece | tiktoken | hf
+    kind: str  # sentencepiece | tiktoken | huggingface
     hash: str  # SHA-256 in hex over the tokenizer's files and the settings that change ids
     vocab_size: int  # with added tokens: one more than the highest id
     bos_id: int | None

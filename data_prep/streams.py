@@ -67,7 +67,13 @@ def lines(stream: BinaryIO, start: int = 0, end: int | None = None) -> Iterator[
     position = start
     if start:
         stream.seek(start - 1)
-        position += len(stream.readline()) - 1  # the line that began before us belongs to the range before
+        position -= 1
+        rest = b""
+        while not rest.endswith(b"\n"):  # the line that began before us belongs to the range before
+            rest = stream.readline(_BUFFER_BYTES if end is None else min(_BUFFER_BYTES, end - position))
+            position += len(rest)
+            if not rest:
+                return
     while end is None or position < end:
         line = stream.readline()
         if not line:

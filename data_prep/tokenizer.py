@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.blockfile import whole_file
 from data_prep.errors import DataError
 
 LLAMA3_PATTERN = (
@@ -120,7 +120,8 @@ class Tokenizer:
         target.mkdir(parents=True, exist_ok=True)
         for name, path in self.files.items():
             if path.resolve() != (target / name).resolve():
-                shutil.copyfile(path, target / name)
+                with whole_file(target / name) as file:
+                    file.write(path.read_bytes())
         return list(self.files)
 
     def _required(self, token_id: int | None, name: str) -> np.ndarray:

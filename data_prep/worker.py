@@ -1,7 +1,7 @@
 """What one worker process of a build does: tokenise a unit, or make the shards of a group out of its units.
 
 `build` runs these functions in its pool. A worker ends when its parent does, so that no orphan writes on.
-Temporary files carry the process id; results are renamed into place, so two workers never meet in one file.
+Temporary files lie in a folder of the process; results are renamed into place, so two workers never meet in one file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import socket
 import threading
 import zlib
 from pathlib import Path
@@ -60,7 +61,7 @@ class Worker:
         self.encode = self.tokenizer.encode_ordinary
         if job.engine != self.tokenizer.engine:
             self.encode = fast_bpe.use_tiktoken(self.tokenizer)
-        self.scratch = job.folder / "build" / f"scratch-{os.getpid()}"
+        self.scratch = job.folder / "build" / f"scratch-{socket.gethostname()}-{os.getpid()}"
         for folder in (self.scratch, job.unit_report(0).parent, job.group_report(0).parent, job.folder / "shards"):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -70,8 +71,8 @@ class Worker:
             self.scratch / name,
             vocab_size=info.vocab_size,
             tokenizer_hash=info.hash,
-            bos_id=self.job.before[0] if self.job.before else None,
-            eos_id=self.job.after[0] if self.job.after else None,
+            bos_id=info.bos_id,
+            eos_id=info.eos_id,
         )
 
     def part_writer(self, unit: int, split: str) -> PartWriter:
