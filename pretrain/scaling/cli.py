@@ -6,7 +6,7 @@ from typing import Any
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `scale` and its commands; each parsed namespace has `func`, which takes it and returns the exit status."""
+    """Adds `scale` and its commands; each parsed namespace has `run`, which takes it and returns the exit status."""
     scale = subparsers.add_parser("scale", help="design, fit and ask scaling laws")
     commands = scale.add_subparsers(dest="scale_command", required=True)
     _add_runs(commands)
@@ -16,7 +16,7 @@ def add_parser(subparsers: Any) -> None:
     plot.add_argument("fit", help="FIT.json of pretrain scale fit --out")
     plot.add_argument("table", help="the table that it was fitted on")
     plot.add_argument("--out", required=True, help="folder for PNG, SVG and index.html")
-    plot.set_defaults(func=_plot)
+    plot.set_defaults(run=_plot)
     _add_hyper(commands)
 
 
@@ -24,7 +24,7 @@ def _add_runs(commands: Any) -> None:
     ladder = commands.add_parser("ladder", help="a folder of configs for a family of runs, and what they cost")
     ladder.add_argument("ladder", metavar="LADDER.toml")
     ladder.add_argument("--out", required=True, metavar="DIR", help="for table.csv, table.json and one config a run")
-    ladder.set_defaults(func=_ladder)
+    ladder.set_defaults(run=_ladder)
     collect = commands.add_parser("collect", help="a table from run folders")
     collect.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or a ladder's folder for all of its runs")
     collect.add_argument("--out", required=True, metavar="TABLE", help=".csv, .parquet or .jsonl")
@@ -33,7 +33,7 @@ def _add_runs(commands: Any) -> None:
     collect.add_argument("--smooth", type=int, default=1, metavar="K", help="average the last K validations")
     collect.add_argument("--unfinished", action="store_true", help="take runs that have not finished")
     collect.add_argument("--anomalous", action="store_true", help="take runs that met an anomaly")
-    collect.set_defaults(func=_collect)
+    collect.set_defaults(run=_collect)
 
 
 def _add_hyper(commands: Any) -> None:
@@ -45,7 +45,7 @@ def _add_hyper(commands: Any) -> None:
     hyper.add_argument("--where", metavar="EXPR")
     hyper.add_argument("--at", type=float, metavar="X", help="also the rule's value at this size")
     hyper.add_argument("--json", action="store_true")
-    hyper.set_defaults(func=_hyper)
+    hyper.set_defaults(run=_hyper)
 
 
 def _add_fit(commands: Any) -> None:
@@ -68,7 +68,7 @@ def _add_fit(commands: Any) -> None:
     fit.add_argument("--seed", type=int, default=0, help="of the replicates; the law itself does not depend on it")
     fit.add_argument("--out", metavar="FIT.json", help="write everything here, for predict and plot")
     fit.add_argument("--json", action="store_true", help="print the JSON instead of words, without replicates")
-    fit.set_defaults(func=_fit)
+    fit.set_defaults(run=_fit)
 
 
 def _add_predict(commands: Any) -> None:
@@ -87,7 +87,7 @@ def _add_predict(commands: Any) -> None:
         "--unique-tokens", type=float, metavar="U", help="different tokens there are (repetition form)"
     )
     predict.add_argument("--json", action="store_true")
-    predict.set_defaults(func=_predict)
+    predict.set_defaults(run=_predict)
 
 
 def _ladder(args: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def _ladder(args: argparse.Namespace) -> int:
     found = points(read_ladder(args.ladder), Path(args.out))
     write_folder(found, args.out)
     print(cost(found))
-    print(f"written to {args.out}; run them with: pretrain-launch sweep {args.out}")
+    print(f"written to {args.out}; run them with: pretrain-launch sweep {args.out}, or here: {args.out}/run_here.sh")
     return 0
 
 

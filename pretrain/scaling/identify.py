@@ -99,6 +99,10 @@ def next_run(points: Points, form: Form, law: Laws | None, *, noise: float = 0.0
     n, d = (grid.ravel() for grid in np.meshgrid(sizes, lengths))
     ratio = points.tokens / points.params
     sane = (n * d <= budget * 1.0001) & (d / n > min(1.0, ratio.min())) & (d / n < max(2000.0, ratio.max()))
+    for values, asked in ((points.params, n), (points.tokens, d)):
+        known = distinct(values)
+        if law is None and len(known) < 3:  # another of the same would not help
+            sane &= np.abs(np.log(asked[:, None] / known)).min(axis=1) > 0.2
     n, d = n[sane], d[sane]
     rows = _slopes_at(model, theta, np.append(n, best.params), np.append(d, best.tokens))
     covariance = np.linalg.inv(information)

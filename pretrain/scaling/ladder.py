@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from pretrain.config import Config, Count, Float, ModelConfig, Positive, Table
+from pretrain.config import Config
 from pretrain.config_file import parse_config
+from pretrain.config_tables import Count, Float, ModelConfig, Positive, Table
 from pretrain.errors import ConfigError
 from pretrain.metrics.flops import flops_per_token, parameter_counts
 from pretrain.metrics.hardware import device_named

@@ -1,4 +1,7 @@
-"""Writes a ladder's folder and says what it will cost. The runs themselves are `pretrain-launch sweep`'s."""
+"""Writes a ladder's folder and says what it will cost.
+
+`pretrain-launch sweep` runs it as arrays on SLURM, run_here.sh in it one run after the other on this machine.
+"""
 
 import json
 from pathlib import Path
@@ -8,9 +11,22 @@ from pretrain.errors import ConfigError
 from pretrain.scaling.ladder import Point
 from pretrain.scaling.table import write_table
 
+_SCRIPT = """#!/bin/sh
+# All runs of this ladder on this machine, one after the other: run_here.sh [processes a run]. Start it again after an
+# interruption: runs resume, and finished ones end at once. It stops at the first run that does not finish.
+set -eu
+folder=$(dirname "$0")
+for config in \\
+{configs}
+do
+  echo "== $config"
+  pretrain-launch local "$folder/$config" --nproc "${{1:-1}}"
+done
+"""
+
 
 def write_folder(found: list[Point], out: str | Path) -> None:
-    """table.csv, table.json and NAME.toml for every point. A folder with other configs in it is refused."""
+    """table.csv, table.json, run_here.sh and NAME.toml for every point. A folder with other configs is refused."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     ours = {point.row["config"] for point in found}
@@ -24,6 +40,9 @@ def write_folder(found: list[Point], out: str | Path) -> None:
     for point in found:
         (folder / point.row["config"]).write_text(dump_config(point.config), encoding="utf-8")
     write_table(folder / "table.csv", rows)
+    script = folder / "run_here.sh"
+    script.write_text(_SCRIPT.format(configs=" \\\n".join(f"  {row['config']}" for row in rows)), encoding="utf-8")
+    script.chmod(0o755)
     (folder / "table.json").write_text(json.dumps({"points": rows}, indent=1) + "\n", encoding="utf-8")
 
 

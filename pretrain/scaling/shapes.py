@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from pretrain.config import Count, Flag, Float, ModelConfig, Positive, Table
+from pretrain.config_tables import Count, Flag, Float, ModelConfig, Positive, Table
 from pretrain.errors import ConfigError
 from pretrain.metrics.flops import ModelSizes, parameter_counts
 

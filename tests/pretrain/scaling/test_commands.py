@@ -15,7 +15,7 @@ def run(*argv: object) -> int:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     args = parser.parse_args(["scale", *map(str, argv)])
-    return args.func(args)
+    return args.run(args)
 
 
 @pytest.fixture
