@@ -136,6 +136,19 @@ def test_any_number_of_tasks_makes_the_same_bytes(
     assert tree(out) == reference
 
 
+def test_tasks_started_at_the_same_moment_do_not_disturb_each_other(
+    corpus: Path, reference: dict[str, bytes], tokenizers: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    tasks = [
+        start([*command(corpus, tokenizers["bpe"], out, 1), "--task", str(task), "--num-tasks", "3"])
+        for task in range(3)
+    ]
+    assert [process.wait(timeout=300) for process in tasks] == [0, 0, 0]
+    merge(out)
+    assert tree(out) == reference
+
+
 def test_many_shards_are_the_same_for_workers_and_tasks(
     corpus: Path, tokenizers: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

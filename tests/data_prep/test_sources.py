@@ -111,6 +111,21 @@ def test_byte_ranges_share_out_the_lines_without_loss_or_repetition(parts: list[
     assert found == list(io.BytesIO(data))
 
 
+def test_a_range_inside_a_long_line_reads_no_further_than_its_end() -> None:
+    class Counting(io.BytesIO):
+        given = 0
+
+        def readline(self, size: int | None = -1) -> bytes:
+            line = super().readline(size)
+            self.given += len(line)
+            return line
+
+    stream = Counting(b"short\n" + b"x" * 1_000_000 + b"\nlast\n")
+    assert list(streams.lines(stream, 1000, 2000)) == []
+    assert stream.given <= 1001
+    assert list(streams.lines(stream, 999_000, 1_000_020)) == [b"last\n"]
+
+
 def test_a_jsonl_file_in_pieces_gives_the_rows_of_the_whole(tmp_path: Path) -> None:
     wanted = [f"row {i} " + "x" * (i * 37 % 200) for i in range(300)]
     path = write(tmp_path / "a.jsonl", rows(*wanted))
