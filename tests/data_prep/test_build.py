@@ -86,7 +86,7 @@ def command(corpus: Path, tokenizer: Path, out: Path, workers: int) -> list[str]
 
 def test_the_dataset_holds_every_document_with_its_text_end_and_place(
     corpus: Path, reference: dict[str, bytes], tokenizers: dict[str, Path], tmp_path: Path
-) -> None:  # G01
+) -> None:  # G1
     out = tmp_path / "out"
     build(Settings((str(corpus),)), tokenizers["bpe"], out, seq_len=256, say=quiet)
     tokenizer = load_tokenizer(tokenizers["bpe"])
@@ -109,7 +109,7 @@ def test_the_dataset_holds_every_document_with_its_text_end_and_place(
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_makes_the_same_bytes(
     corpus: Path, reference: dict[str, bytes], tokenizers: dict[str, Path], tmp_path: Path, workers: int
-) -> None:  # G06
+) -> None:  # G6
     load_tokenizer(tokenizers["bpe"]).encode("a tokenizer was used in this process before")
     settings = Settings((str(corpus),), val_fraction=0.1)
     build(settings, tokenizers["bpe"], tmp_path / "out", seq_len=256, workers=workers, say=quiet)
@@ -201,7 +201,7 @@ def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", 
 
 def test_a_killed_worker_ends_the_command_soon_and_no_worker_outlives_it(
     corpus: Path, reference: dict[str, bytes], tokenizers: dict[str, Path], tmp_path: Path
-) -> None:  # G06
+) -> None:  # G6
     out = tmp_path / "out"
     process = start(command(corpus, tokenizers["bpe"], out, 2))
     wait_for(lambda: len(list(out.glob("build/scratch-*"))) == 2, process)
@@ -391,6 +391,7 @@ def test_validation_documents_follow_from_their_text_alone(
 
 
 def test_bos_and_eos_are_as_set_and_a_missing_one_is_an_error(tokenizers: dict[str, Path], tmp_path: Path) -> None:
+    # G8
     (tmp_path / "a.txt").write_text("some text")
     tokenizer = load_tokenizer(tokenizers["bpe"])
     text = tokenizer.encode("some text").tolist()
@@ -443,7 +444,7 @@ def test_settings_that_cannot_be_are_refused(tokenizers: dict[str, Path], tmp_pa
 
 
 def test_a_row_of_25_megabytes_passes_whole_in_bounded_memory(tokenizers: dict[str, Path], tmp_path: Path) -> None:
-    prose = "\n".join(f"sentence {i} of a long, long row." for i in range(800_000))  # G03
+    prose = "\n".join(f"sentence {i} of a long, long row." for i in range(800_000))  # G3
     assert len(prose) > 25_000_000
     path = tmp_path / "a.jsonl"
     with open(path, "w") as file:

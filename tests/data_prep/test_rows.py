@@ -103,7 +103,7 @@ def check_counts(rows) -> None:
     assert batch.starts.shape == (len(rows), rows.max_documents_per_row)
 
 
-def test_the_label_that_crosses_a_document_is_ignored_and_stays_without_masking(tmp_path):
+def test_the_label_that_crosses_a_document_is_ignored_and_stays_without_masking(tmp_path):  # G11
     write_dataset(tmp_path, {"train": [[[5, 6], [7, 8, 9]]]})
     pack_dataset(tmp_path, 4, "concat")
     masked = open_rows(tmp_path, "train", 4)

@@ -79,7 +79,7 @@ def test_documents_come_back_as_they_went_in(tmp_path_factory, documents, wide):
     assert (shard.header.bos_id, shard.header.eos_id, shard.header.tokenizer_hash) == (1, 2, HASH)
 
 
-def test_index_and_tokens_agree_with_the_end_of_document_token_on(tmp_path):
+def test_index_and_tokens_agree_with_the_end_of_document_token_on(tmp_path):  # G1
     write(tmp_path / "a.tok", [[5, 2], [5, 6, 2], [5, 6, 7, 2]], bos_id=None)
     shard = Shard(tmp_path / "a.tok")
     lengths = np.diff(shard.document_ends, prepend=np.uint64(0))

@@ -167,7 +167,7 @@ def test_byte_order_mark_line_ends_and_unicode_separators(tmp_path: Path) -> Non
     assert texts(write(tmp_path / "c.json", b"\xef\xbb\xbf" + rows("x"))) == ["x"]
 
 
-def test_nul_and_lone_surrogates_become_replacement_characters_and_the_rest_stays(tmp_path: Path) -> None:
+def test_nul_and_lone_surrogates_become_replacement_characters_and_the_rest_stays(tmp_path: Path) -> None:  # G5
     data = b'{"text": "abc\\u0000def"}\n{"text": "x\\ud800y\\udfffz"}\n{"text": "\\ud83d\\ude00"}\n'
     assert texts(write(tmp_path / "a.jsonl", data)) == ["abc\ufffddef", "x\ufffdy\ufffdz", "\U0001f600"]
     assert texts(write(tmp_path / "b.txt", b"abc\0def")) == ["abc\ufffddef"]
@@ -215,7 +215,7 @@ def test_a_json_array_is_read_item_by_item_whatever_its_layout(tmp_path: Path) -
     assert texts(write(tmp_path / "d.json", "[]")) == []
 
 
-def test_hidden_temporary_and_other_files_are_left_out_and_said(tmp_path: Path) -> None:  # G04
+def test_hidden_temporary_and_other_files_are_left_out_and_said(tmp_path: Path) -> None:  # G4
     write(tmp_path / "a.jsonl", rows("good"))
     write(tmp_path / "._a.jsonl", bytes(range(200)))
     write(tmp_path / "a.jsonl.tmp", b"half")

@@ -57,7 +57,7 @@ def test_one_id_decodes_alone_and_an_unknown_id_is_refused(tokenizer: Tokenizer)
         tokenizer.decode([tokenizer.vocab_size])
 
 
-def test_text_that_looks_like_a_special_token_is_ordinary_text(tokenizer: Tokenizer) -> None:  # G07
+def test_text_that_looks_like_a_special_token_is_ordinary_text(tokenizer: Tokenizer) -> None:  # G7
     eos = tokenizer.decode(tokenizer.eos_id or 0)
     for marker in ("<|endoftext|>", "</s>", "<s>", eos, tokenizer.decode(tokenizer.bos_id or 0)):
         text = f"before {marker} after"
@@ -69,7 +69,7 @@ def test_text_that_looks_like_a_special_token_is_ordinary_text(tokenizer: Tokeni
     assert (asked == tokenizer.eos_id).sum() == 1
 
 
-def test_what_follows_an_odd_character_is_kept(tokenizer: Tokenizer) -> None:  # G05
+def test_what_follows_an_odd_character_is_kept(tokenizer: Tokenizer) -> None:  # G5
     for odd in ("\0", "\ufffd", "\u2028", "\x7f"):
         assert tokenizer.decode(tokenizer.encode(f"abc{odd}def")) == f"abc{odd}def"
 
@@ -101,7 +101,7 @@ def test_a_million_equal_characters_pass(tokenizer: Tokenizer, text: str) -> Non
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_asking_for_bos_or_eos_gives_exactly_one(tokenizer: Tokenizer) -> None:
+def test_asking_for_bos_or_eos_gives_exactly_one(tokenizer: Tokenizer) -> None:  # G8
     for bos in (False, True):
         for eos in (False, True):
             ids = tokenizer.encode("some text", bos=bos, eos=eos).tolist()
@@ -110,7 +110,7 @@ def test_asking_for_bos_or_eos_gives_exactly_one(tokenizer: Tokenizer) -> None:
 
 
 def test_a_template_in_the_tokenizer_adds_nothing_to_what_is_asked(tokenizers: dict[str, Path], tmp_path: Path) -> None:
-    library = Library.from_file(str(tokenizers["bpe"] / "tokenizer.json"))  # G08
+    library = Library.from_file(str(tokenizers["bpe"] / "tokenizer.json"))  # G8
     bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
     library.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A {eos}", special_tokens=[(bos, library.token_to_id(bos)), (eos, library.token_to_id(eos))]
@@ -125,7 +125,7 @@ def test_a_template_in_the_tokenizer_adds_nothing_to_what_is_asked(tokenizers: d
                 assert templated.encode(text, **asked).tolist() == plain.encode(text, **asked).tolist()
 
 
-def test_a_token_that_does_not_exist_cannot_be_asked_for(tokenizers: dict[str, Path], tmp_path: Path) -> None:
+def test_a_token_that_does_not_exist_cannot_be_asked_for(tokenizers: dict[str, Path], tmp_path: Path) -> None:  # G8
     spec = json.loads((tokenizers["bpe"] / "tokenizer.json").read_text())
     spec["added_tokens"] = []
     for name in ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"):
@@ -139,7 +139,7 @@ def test_a_token_that_does_not_exist_cannot_be_asked_for(tokenizers: dict[str, P
         bare.encode("x", eos=True)
 
 
-def test_the_size_counts_added_tokens(tmp_path: Path) -> None:  # G09
+def test_the_size_counts_added_tokens(tmp_path: Path) -> None:  # G9
     alphabet = sorted(BYTE_OF_CHAR)[:100]
     library = Library(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

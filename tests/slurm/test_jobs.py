@@ -59,7 +59,7 @@ def hold(job: jobs.Job, node: int = -1) -> int:
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_the_warning_before_the_time_limit_saves_requeues_resumes_and_finishes(
     lab, data, tmp_path, undisturbed, launcher
-):
+):  # G44
     job = jobs.submit(lab, tmp_path, data, "limited", launcher=launcher)
     pid = hold(job)
     lab.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")

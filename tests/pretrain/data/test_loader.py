@@ -119,7 +119,7 @@ def test_steps_of_another_size_take_the_same_stream(sources):
     assert digest(found) == digest(expected)
 
 
-def test_one_epoch_holds_each_row_once_for_any_files_and_ranks(tmp_path):
+def test_one_epoch_holds_each_row_once_for_any_files_and_ranks(tmp_path):  # G15, G17
     for shards in (1, 3, 5):
         folder = numbered_rows(tmp_path / f"in-{shards}", 24, shards=shards)
         cfg = DataConfig(sources=[{"path": str(folder)}], seq_len=8)
@@ -138,7 +138,7 @@ def test_one_epoch_holds_each_row_once_for_any_files_and_ranks(tmp_path):
                 loader.close()
 
 
-def test_a_run_resumed_after_the_last_step_of_an_epoch_takes_the_steps_of_the_next(tmp_path):
+def test_a_run_resumed_after_the_last_step_of_an_epoch_takes_the_steps_of_the_next(tmp_path):  # G16
     cfg = DataConfig(sources=[{"path": str(numbered_rows(tmp_path, 8))}], seq_len=8)
 
     def rows(steps: range) -> list[list[int]]:
@@ -171,7 +171,7 @@ def test_boundaries_have_one_shape_and_say_what_documents_say(sources):
                 assert shapes == {((4, 16),) * 4 + ((5,),)}
 
 
-def test_the_same_seed_repeats_and_another_does_not(sources):
+def test_the_same_seed_repeats_and_another_does_not(sources):  # G14
     cfg = mixture(sources)
     with only(cfg) as one, only(cfg) as same, only(cfg, seed=2) as other:
         first = in_stream_order([one.step(0)])
@@ -200,7 +200,7 @@ def test_closing_leaves_no_thread_and_steps_say_so(sources):
 # --- bad input
 
 
-def test_fewer_rows_than_a_global_batch_are_refused_with_both_counts(tmp_path):
+def test_fewer_rows_than_a_global_batch_are_refused_with_both_counts(tmp_path):  # G13
     cfg = DataConfig(sources=[{"path": str(numbered_rows(tmp_path, 3))}], seq_len=8)
     with pytest.raises(ConfigError, match=r"have 3 rows of seq_len=8 in all, fewer than one global batch of 4 rows"):
         only(cfg, rows=4)
@@ -227,7 +227,7 @@ def test_sources_of_two_tokenizers_are_refused_by_name(tmp_path):
     assert all(part in str(caught.value) for part in (*paths, "a0a0a0a0a0a0", "b0b0b0b0b0b0"))
 
 
-def test_a_model_smaller_than_the_tokenizer_is_refused_with_both_sizes(tmp_path):
+def test_a_model_smaller_than_the_tokenizer_is_refused_with_both_sizes(tmp_path):  # G2, G9
     write_dataset(tmp_path, {"train": counting([[9] * 40])}, vocab_size=1000)
     pack_dataset(tmp_path, 8)
     with only(DataConfig(sources=[{"path": str(tmp_path)}], seq_len=8)) as loader:
@@ -244,7 +244,7 @@ def test_a_source_without_rows_is_refused_unless_nothing_is_drawn_from_it(tmp_pa
         only(DataConfig(sources=[*sources, {"path": str(tmp_path)}], seq_len=16))
 
 
-def test_a_length_that_was_not_packed_names_the_command_that_packs_it(sources):
+def test_a_length_that_was_not_packed_names_the_command_that_packs_it(sources):  # G37
     with pytest.raises(DataError, match=r"it has 16 \(best_fit\), 16 \(concat\); run .* --seq-len 32"):
         only(mixture(sources, seq_len=32))
 
@@ -382,7 +382,7 @@ def validation_rows(cfg: DataConfig, micro: int, world: int) -> tuple[list[Batch
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_validation_takes_each_row_once_and_every_rank_as_many_batches(sources, mask):
+def test_validation_takes_each_row_once_and_every_rank_as_many_batches(sources, mask):  # G13, G28
     cfg = mixture(sources, mask_documents=mask)
     expected = [
         tuple(row.tolist())

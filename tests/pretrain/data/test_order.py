@@ -16,7 +16,7 @@ def rows_of(order: Order, first: int, count: int) -> list[int]:
     return order.rows(first, count).row.tolist()
 
 
-def test_each_epoch_is_another_order_of_all_rows_and_the_seed_decides():
+def test_each_epoch_is_another_order_of_all_rows_and_the_seed_decides():  # G14
     epochs = [rows_of(plain(20), 20 * epoch, 20) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
@@ -25,7 +25,7 @@ def test_each_epoch_is_another_order_of_all_rows_and_the_seed_decides():
 
 
 @pytest.mark.parametrize("stopped", [4, 8])
-def test_a_run_stopped_at_the_end_of_an_epoch_goes_on_with_the_next(stopped):
+def test_a_run_stopped_at_the_end_of_an_epoch_goes_on_with_the_next(stopped):  # G16
     unbroken = [rows_of(plain(8), 2 * step, 2) for step in range(12)]
     resumed = [rows_of(plain(8), 2 * step, 2) for step in range(stopped, 12)]
     assert resumed == unbroken[stopped:]
@@ -34,7 +34,7 @@ def test_a_run_stopped_at_the_end_of_an_epoch_goes_on_with_the_next(stopped):
     assert plain(8).epochs(2 * stopped).tolist() == [stopped / 4]
 
 
-def test_a_resumed_run_does_not_draw_again_what_it_drew():
+def test_a_resumed_run_does_not_draw_again_what_it_drew():  # G17
     unbroken = rows_of(plain(10**6), 0, 20)
     assert rows_of(plain(10**6), 10, 10) == unbroken[10:]
     assert not set(unbroken[:10]) & set(unbroken[10:])

@@ -60,7 +60,7 @@ def meter_for(**options) -> Meter:
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_two_ranks_of_three_micro_batches_make_128_tokens_a_second_at_any_log_interval(every):
-    """Micro-batch 2 x seq 16 x accumulation 3 x 2 ranks = 192 tokens a step of 3 x 0.5 s; validation and a save
+    """G40: Micro-batch 2 x seq 16 x accumulation 3 x 2 ranks = 192 tokens a step of 3 x 0.5 s; validation and a save
     of many seconds lie between."""
     all_reduce = sum_over_threads(2)
 
@@ -110,7 +110,7 @@ def test_loss_is_a_mean_over_targets_and_not_over_ranks_or_micro_batches():
         assert line["grad_norm"] == 2.5
 
 
-def test_padding_counts_neither_as_token_nor_as_target_and_totals_go_on_from_a_resume():
+def test_padding_counts_neither_as_token_nor_as_target_and_totals_go_on_from_a_resume():  # G40
     clock = Clock()
     meter = meter_for(clock=clock, tokens=1000, targets=900, attempt=2)
     meter.add(torch.tensor(12.0), 6)
@@ -161,7 +161,7 @@ def test_without_a_known_peak_every_mfu_is_null_and_the_rest_stays():
     assert line["tflops_per_gpu"] > 0
 
 
-def test_a_line_has_the_promised_fields_and_z_loss_only_where_it_is_on():
+def test_a_line_has_the_promised_fields_and_z_loss_only_where_it_is_on():  # G26
     meter = meter_for()
     meter.add(torch.tensor(4.0), 2)
     meter.step_done(tokens=2, targets=2, data_wait=0.0)

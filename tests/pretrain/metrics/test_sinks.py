@@ -239,7 +239,7 @@ def run_with_wandb(run_dir, steps, stream=None, mode="online", **options):
 
 
 def test_a_resume_from_an_older_checkpoint_keeps_the_run_and_loses_no_point(fake, tmp_path):
-    """Saved at 200, killed at 212, resumed: points 201-212 come a second time and are kept."""
+    """G41: Saved at 200, killed at 212, resumed: points 201-212 come a second time and are kept."""
     wandb = fake()
     run_with_wandb(tmp_path, range(1, 213))
     run_with_wandb(tmp_path, range(201, 301))
@@ -252,7 +252,7 @@ def test_a_resume_from_an_older_checkpoint_keeps_the_run_and_loses_no_point(fake
     assert wandb.finished == 2
 
 
-def test_only_rank_0_speaks_to_wandb(fake, tmp_path):
+def test_only_rank_0_speaks_to_wandb(fake, tmp_path):  # G42
     wandb = fake()
     for rank in range(2):
         run_with_wandb(tmp_path, [1], rank=rank)
@@ -260,7 +260,7 @@ def test_only_rank_0_speaks_to_wandb(fake, tmp_path):
     assert len(wandb.points) == 1
 
 
-def test_disabled_needs_nothing_and_starts_nothing(monkeypatch, tmp_path):
+def test_disabled_needs_nothing_and_starts_nothing(monkeypatch, tmp_path):  # G42
     monkeypatch.setitem(sys.modules, "wandb", None)
     stream = io.StringIO()
     run_with_wandb(tmp_path, [1], stream, mode="disabled")
@@ -268,14 +268,14 @@ def test_disabled_needs_nothing_and_starts_nothing(monkeypatch, tmp_path):
     assert not (tmp_path / "wandb_id").exists()
 
 
-def test_wandb_not_installed_warns_once_and_training_goes_on(monkeypatch, tmp_path):
+def test_wandb_not_installed_warns_once_and_training_goes_on(monkeypatch, tmp_path):  # G42
     monkeypatch.setitem(sys.modules, "wandb", None)
     stream = io.StringIO()
     run_with_wandb(tmp_path, range(1, 50), stream)
     assert stream.getvalue().count("not installed") == 1
 
 
-def test_online_without_a_network_warns_and_writes_offline_files_instead(fake, tmp_path):
+def test_online_without_a_network_warns_and_writes_offline_files_instead(fake, tmp_path):  # G42
     def unreachable(options):
         if options["mode"] == "online":
             raise TimeoutError("network is down")
@@ -288,7 +288,7 @@ def test_online_without_a_network_warns_and_writes_offline_files_instead(fake, t
     assert stream.getvalue().count("network is down") == 1
 
 
-def test_a_start_that_hangs_delays_neither_steps_nor_the_end(fake, tmp_path):
+def test_a_start_that_hangs_delays_neither_steps_nor_the_end(fake, tmp_path):  # G42
     release, stream = threading.Event(), io.StringIO()
     fake(init=lambda options: release.wait(60))
     sink = Wandb(
@@ -304,7 +304,7 @@ def test_a_start_that_hangs_delays_neither_steps_nor_the_end(fake, tmp_path):
     release.set()
 
 
-def test_points_that_fail_are_counted_and_named_once(fake, tmp_path):
+def test_points_that_fail_are_counted_and_named_once(fake, tmp_path):  # G42
     def broken(point):
         if point["step"] % 2:
             raise RuntimeError("gone")
@@ -316,7 +316,7 @@ def test_points_that_fail_are_counted_and_named_once(fake, tmp_path):
     assert "missed 5 points" in stream.getvalue()
 
 
-def test_the_real_wandb_writes_offline_files_without_a_network(monkeypatch, tmp_path):
+def test_the_real_wandb_writes_offline_files_without_a_network(monkeypatch, tmp_path):  # G42
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))

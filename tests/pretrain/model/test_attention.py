@@ -25,7 +25,7 @@ def plain_attention(q, k, v, mask):
 
 
 @pytest.mark.parametrize("path", ["causal", "mask"])
-def test_the_worked_example_of_two_groups_of_four_heads(path):
+def test_the_worked_example_of_two_groups_of_four_heads(path):  # G27
     first = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float32)
     second = torch.tensor([[1, 1], [-1, 1], [-1, -1], [1, -1]], dtype=torch.float32)
     k = torch.stack([first, second], dim=1).unsqueeze(0)  # [1, 4 positions, 2 kv heads, 2]
@@ -41,7 +41,7 @@ def test_the_worked_example_of_two_groups_of_four_heads(path):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_both_paths_equal_plain_arithmetic(kv_heads):
+def test_both_paths_equal_plain_arithmetic(kv_heads):  # G27
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 33, 6, 8, generator=generator)
     k, v = (torch.randn(2, 33, kv_heads, 8, generator=generator) for _ in range(2))

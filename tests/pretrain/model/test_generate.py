@@ -62,7 +62,7 @@ def test_the_seed_decides_the_sample_and_the_global_generator_does_not(model):
 
 
 @pytest.mark.parametrize(("wanted", "ends"), [(7, (7,)), ([7], (7,)), ([5, 7, 9], (5, 7, 9)), (None, ())])
-def test_rows_end_at_any_end_id_and_are_padded_while_others_go_on(model, wanted, ends):
+def test_rows_end_at_any_end_id_and_are_padded_while_others_go_on(model, wanted, ends):  # G47
     script = torch.tensor([[1, 7, 3, 9, 2, 6, 6, 6], [1, 2, 3, 4, 5, 9, 7, 6]])
     seen = []
 
@@ -84,7 +84,7 @@ def test_rows_end_at_any_end_id_and_are_padded_while_others_go_on(model, wanted,
     assert row == free[: next((i + 1 for i, t in enumerate(free) if t in ends), 12)]
 
 
-def test_ends_of_a_stub_that_says_9_at_its_fourth_token_and_rows_that_end_at_2_and_5():
+def test_ends_of_a_stub_that_says_9_at_its_fourth_token_and_rows_that_end_at_2_and_5():  # G47
     def run(script, ends):
         rows = torch.tensor(script)
         step = iter(range(rows.size(1)))
@@ -121,7 +121,7 @@ def test_top_k_and_top_p_keep_exactly_the_likeliest():
     assert choose(logits, Sampling(top_k=1), torch.Generator()).tolist() == [1, 0]
 
 
-def test_rows_of_the_embedding_without_a_token_are_never_drawn(model):
+def test_rows_of_the_embedding_without_a_token_are_never_drawn(model):  # G35
     prompts = [[1, 2]] * 200
     rows = generate(model, prompts, max_new_tokens=50, sampling=Sampling(temperature=5.0), vocab_size=41).rows()
     drawn = {token for row in rows for token in row}

@@ -33,7 +33,7 @@ def both(cfg: ModelConfig) -> tuple[Llama, transformers.LlamaForCausalLM]:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_weights_of_transformers_give_its_logits_in_our_model(kv_heads):
+def test_weights_of_transformers_give_its_logits_in_our_model(kv_heads):  # G27
     cfg = config(n_kv_heads=kv_heads, head_dim=8)
     torch.manual_seed(0)
     reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf_config(cfg))).eval()
@@ -60,7 +60,7 @@ def test_from_hf_undoes_to_hf_and_only_queries_and_keys_are_reordered():
 
 
 @pytest.mark.slow
-def test_logits_with_scaled_rope_agree_at_short_and_long_positions():
+def test_logits_with_scaled_rope_agree_at_short_and_long_positions():  # G36
     cfg = config(
         n_layers=1,
         d_model=32,
@@ -96,7 +96,7 @@ def test_logits_with_scaled_rope_agree_at_short_and_long_positions():
         {"preset": "llama3.2_1b"},
     ],
 )
-def test_a_config_comes_back_as_it_went_also_through_transformers(sizes, tmp_path):
+def test_a_config_comes_back_as_it_went_also_through_transformers(sizes, tmp_path):  # G36
     cfg = ModelConfig(preset=sizes["preset"]) if "preset" in sizes else config(**sizes)
     written = to_hf_config(cfg, bos_id=5, eos_ids=(7,))
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -162,7 +162,7 @@ def test_a_model_that_is_not_ours_is_refused_by_field_and_value(change, message)
         from_hf_config(to_hf_config(config()) | change, "X/config.json")
 
 
-def test_end_ids_in_every_form_in_which_they_are_written():
+def test_end_ids_in_every_form_in_which_they_are_written():  # G47
     assert end_ids(7) == end_ids([7]) == (7,)
     assert end_ids([5, 7, 9, 7]) == (5, 7, 9)
     assert end_ids(None) == end_ids([]) == ()

@@ -55,7 +55,7 @@ def test_every_preset_has_exactly_the_published_parameters():
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_logits_equal_transformers_on_each_attention_path(kv_heads):
+def test_logits_equal_transformers_on_each_attention_path(kv_heads):  # G27
     import transformers
 
     cfg = config(n_kv_heads=kv_heads)
@@ -72,7 +72,7 @@ def test_logits_equal_transformers_on_each_attention_path(kv_heads):
     torch.testing.assert_close(masked, expected, atol=1e-4, rtol=0)
 
 
-def test_a_document_sees_nothing_of_its_neighbour_in_the_row():
+def test_a_document_sees_nothing_of_its_neighbour_in_the_row():  # G12
     cfg = config(n_kv_heads=2)
     model = build(cfg).eval()
     first, second = 19, 30
@@ -107,7 +107,7 @@ def test_padding_changes_no_document_and_is_finite():
     assert one.isfinite().all()
 
 
-def test_tied_head_is_the_embedding():
+def test_tied_head_is_the_embedding():  # G34
     tied, untied = build(config(tie_embeddings=True)), build(config())
     assert tied.output.weight is tied.tok_embeddings.weight
     assert "output.weight" not in dict(tied.named_parameters())

@@ -37,7 +37,7 @@ def test_chunks_equal_plain_cross_entropy_forward_and_backward(chunks, z_loss):
     assert sums.total.dtype == got[1].dtype == torch.float64
 
 
-def test_z_loss_is_the_sum_of_squares_over_targets_only():
+def test_z_loss_is_the_sum_of_squares_over_targets_only():  # G26
     # Three positions with log-sum-exp 2, 4 and 9 over two logits, the third without a target; a coefficient of 1.
     half = math.log(2)
     weight = torch.eye(3)[:2]

@@ -101,6 +101,6 @@ def test_every_shard_is_the_slice_of_the_whole_bit_for_bit(found):
     assert [wrong for wrong, _ in found] == [[]] * RANKS
 
 
-def test_the_rope_table_inside_a_sharded_bf16_block_is_the_direct_one_whatever_memory_held(found):
+def test_the_rope_table_inside_a_sharded_bf16_block_is_the_direct_one_whatever_memory_held(found):  # G25
     for _, checks in found:
         assert checks == dict.fromkeys(checks, True)

@@ -135,14 +135,14 @@ def check(settings: list[dict[str, Any]], results: list[Result], one_process: li
 
 
 @pytest.mark.slow
-def test_fsdp_on_two_ranks_computes_what_one_process_does(one_process: list[Result]) -> None:
+def test_fsdp_on_two_ranks_computes_what_one_process_does(one_process: list[Result]) -> None:  # G19
     settings = matrix(FSDP)
     for results in run_ranks(train_all, 2, settings):
         check(settings, results, one_process)
 
 
 @pytest.mark.slow
-def test_fsdp_with_uneven_shards_and_replicas_computes_what_one_process_does(one_process: list[Result]) -> None:
+def test_fsdp_with_uneven_shards_and_replicas_computes_what_one_process_does(one_process: list[Result]) -> None:  # G19
     three = [model | ACCUMULATE_3 for model in MODELS]
     check(three, run_ranks(train_all, 3, three)[2], one_process)
     hybrid = [
@@ -154,7 +154,7 @@ def test_fsdp_with_uneven_shards_and_replicas_computes_what_one_process_does(one
 
 
 @pytest.mark.slow
-def test_zero_on_two_ranks_computes_what_one_process_does(one_process: list[Result]) -> None:
+def test_zero_on_two_ranks_computes_what_one_process_does(one_process: list[Result]) -> None:  # G19
     settings = matrix(ZERO)
     for results in run_ranks(train_all, 2, settings, timeout=600):
         check(settings, results, one_process)

@@ -40,7 +40,7 @@ def fit(tmp_path_factory, grid):
     return folder / "fit.json"
 
 
-def test_fit_writes_every_promised_key_with_intervals(fit, truth):
+def test_fit_writes_every_promised_key_with_intervals(fit, truth):  # G48
     content = json.loads(fit.read_text())
     for name, value in truth.items():
         low, high = content[name]["interval"]

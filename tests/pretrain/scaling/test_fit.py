@@ -16,7 +16,7 @@ def natural(law: Laws) -> dict[str, float]:
     return scales | {name: float(law.column(name)[0]) for name in ("alpha", "beta")}
 
 
-def test_a_law_is_recovered_from_30_exact_points(grid, truth):
+def test_a_law_is_recovered_from_30_exact_points(grid, truth):  # G48
     found = natural(fit_law(grid(), bootstrap=0).law)
     for name, value in truth.items():
         assert found[name] == pytest.approx(value, rel=1e-5), name
@@ -33,7 +33,7 @@ def test_other_laws_in_other_ranges_are_recovered_to_1_percent(law):
     np.testing.assert_allclose([found[k] for k in ("E", "A", "B", "alpha", "beta")], law, rtol=0.01)
 
 
-def test_the_law_is_the_same_for_every_row_order_and_seed(grid):
+def test_the_law_is_the_same_for_every_row_order_and_seed(grid):  # G48
     points = grid(noise=0.005, seed=1)
     first = fit_law(points, bootstrap=50)
     for seed in range(5):
@@ -54,7 +54,7 @@ def test_units_of_tokens_change_B_alone(grid):
         assert other[name] == pytest.approx(one[name], rel=1e-5)
 
 
-def test_one_loss_of_9_9_moves_the_law_little_and_is_named(grid, truth):
+def test_one_loss_of_9_9_moves_the_law_little_and_is_named(grid, truth):  # G48
     points = grid(noise=0.001, seed=4)
     before = natural(fit_law(points, bootstrap=0).law)
     spoiled = points._replace(loss=np.where(np.arange(30) == 17, 9.9, points.loss))
@@ -65,7 +65,7 @@ def test_one_loss_of_9_9_moves_the_law_little_and_is_named(grid, truth):
     assert fit.order[np.flatnonzero(fit.outliers)].tolist() == [17]
 
 
-def test_values_that_are_no_positive_number_are_refused(grid):
+def test_values_that_are_no_positive_number_are_refused(grid):  # G48
     points = grid()
     for bad in (np.nan, np.inf, -1.0, 0.0):
         with pytest.raises(ConfigError, match="loss has 1 values"):

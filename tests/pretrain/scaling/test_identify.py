@@ -10,7 +10,7 @@ from pretrain.scaling.identify import check, distinct, next_run
 CHINCHILLA = FORMS["chinchilla"]
 
 
-def test_two_sizes_are_refused_by_number_and_a_run_is_named(grid):
+def test_two_sizes_are_refused_by_number_and_a_run_is_named(grid):  # G48
     points = grid(sizes=2, lengths=15, noise=0.005)
     with pytest.raises(
         ConfigError, match=r"3 different model sizes at least, and the points have 2 .5e\+07, 5e\+09."

@@ -26,7 +26,7 @@ def test_every_format_reads_back_as_written(table):
     assert table.column("name").tolist() == ["a", "b", "c"]
 
 
-def test_a_row_that_is_no_number_is_refused_by_line(table):
+def test_a_row_that_is_no_number_is_refused_by_line(table):  # G48
     with pytest.raises(
         ConfigError, match=rf"'loss' .loss. has 1 values that are no positive number: line {table.lines[2]}"
     ):

@@ -82,7 +82,7 @@ def load_strictly(path: Path) -> transformers.LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_export_loads_strictly_in_transformers_with_equal_logits_and_comes_back(tmp_path, tied, capsys):
+def test_an_export_loads_strictly_in_transformers_with_equal_logits_and_comes_back(tmp_path, tied, capsys):  # G34
     cfg = config(vocab_size=97, tie_embeddings=tied, norm_eps=1e-6, rope_scaling=SCALED)
     run = make_run(tmp_path / "run", cfg)
     assert cli.main(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
@@ -113,7 +113,7 @@ def test_an_export_loads_strictly_in_transformers_with_equal_logits_and_comes_ba
 
 
 @pytest.mark.slow
-def test_scaled_rope_norm_eps_and_head_size_survive_so_that_logits_agree_at_position_9000(tmp_path):
+def test_scaled_rope_norm_eps_and_head_size_survive_so_that_logits_agree_at_position_9000(tmp_path):  # G36
     cfg = config(max_seq_len=16_384, rope_theta=500_000.0, rope_scaling=SCALED, norm_eps=1e-6, n_layers=1)
     run = make_run(tmp_path / "run", cfg)
     export_model(open_model(run), tmp_path / "hf", keep_padding=True)
@@ -135,7 +135,7 @@ def test_scaled_rope_norm_eps_and_head_size_survive_so_that_logits_agree_at_posi
     assert import_model(tmp_path / "hf", tmp_path / "back") == cfg
 
 
-def test_vocabulary_padding_reaches_neither_the_export_nor_a_sample(tmp_path, capsys):
+def test_vocabulary_padding_reaches_neither_the_export_nor_a_sample(tmp_path, capsys):  # G35
     run = make_run(tmp_path / "run", config())
     export_model(open_model(run), tmp_path / "hf")
     model = load_strictly(tmp_path / "hf")
@@ -157,7 +157,7 @@ def test_vocabulary_padding_reaches_neither_the_export_nor_a_sample(tmp_path, ca
 
 @pytest.mark.parametrize("ends", [7, [7], [5, 7, 9], None])
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_end_ids_survive_import_and_export(tmp_path, ends, file):
+def test_end_ids_survive_import_and_export(tmp_path, ends, file):  # G47
     run = make_run(tmp_path / "run", config(vocab_size=97))
     export_model(open_model(run), tmp_path / "hf")
     if file == "config.json":

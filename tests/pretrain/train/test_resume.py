@@ -116,7 +116,7 @@ def test_a_run_stopped_and_resumed_equals_the_unbroken_one_bit_for_bit(root: Pat
 
 
 @pytest.mark.slow
-def test_engines_read_each_others_checkpoints_and_go_on_alike(root: Path) -> None:
+def test_engines_read_each_others_checkpoints_and_go_on_alike(root: Path) -> None:  # G33
     jobs: list[Job] = []
     pairs = [("fsdp", "zero3"), ("zero3", "fsdp"), ("fsdp", "zero1"), ("zero2", "fsdp")]
     for before, after in pairs:
@@ -130,7 +130,7 @@ def test_engines_read_each_others_checkpoints_and_go_on_alike(root: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_checkpoint_of_two_ranks_goes_on_on_another_number(root: Path, size: int) -> None:
+def test_a_checkpoint_of_two_ranks_goes_on_on_another_number(root: Path, size: int) -> None:  # G33
     for engine in ("fsdp", "zero3"):
         copy = root / f"{engine}-on-{size}"
         shutil.copytree(root / f"{engine}-fp32", copy)
@@ -196,7 +196,7 @@ def test_prune_keeps_multiples_for_ever_and_the_newest_whole_one(tmp_path: Path)
         (lambda p: [f.unlink() for f in p.iterdir()], "manifest.json is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, damage: Any, named: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, damage: Any, named: str) -> None:  # G32
     whole_checkpoint(tmp_path, 5)
     whole_checkpoint(tmp_path, 9)
     damage(folder.step_dir(tmp_path, 9))

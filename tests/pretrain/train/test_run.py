@@ -90,7 +90,7 @@ def test_a_finished_run_leaves_what_the_interface_promises(tmp_path: Path, data:
     ("changes", "parts"),
     [
         ({"train__global_batch_size": 400}, ["rows", "global batch", "400"]),  # G13
-        ({"model__vocab_size": 50}, ["model.vocab_size=50", "64"]),  # G02, G09
+        ({"model__vocab_size": 50}, ["model.vocab_size=50", "64"]),  # G2, G9
         ({"data__seq_len": 8}, ["seq_len", "8"]),
         ({"data__sources": [{"path": "/nowhere/at/all"}]}, ["/nowhere/at/all"]),
         ({"model__attention": "varlen"}, ['model.attention="varlen"', "CUDA", "auto"]),
