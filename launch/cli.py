@@ -38,12 +38,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks")
     p.add_argument("--max-restarts", type=int, default=0, metavar="N", help="restarts after a crash (default 0)")
     p.add_argument("--port", type=int, help="rendezvous port (default: a free one)")
+    _add_train_options(p)
     p.set_defaults(run=_local)
 
     p = commands.add_parser("slurm", help="submit a job that trains, and comes back by itself until it is finished")
     _add_config(p)
     _add_site(p)
     p.add_argument("--nodes", type=int, required=True, metavar="N")
+    _add_train_options(p)
     p.set_defaults(run=_slurm)
 
     p = commands.add_parser("sweep", help="submit an array over the runs that pretrain scale ladder made")
@@ -75,6 +77,16 @@ def _add_config(p: argparse.ArgumentParser) -> None:
     p.add_argument("overrides", nargs="*", metavar="section.key=value")
 
 
+def _add_train_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--resume", choices=("auto", "never"), help="as for pretrain train")
+    p.add_argument("--allow-change", metavar="KEY,KEY", help="as for pretrain train")
+
+
+def _train_options(args: argparse.Namespace) -> list[str]:
+    given = {"--resume": args.resume, "--allow-change": args.allow_change}
+    return [word for option, value in given.items() if value is not None for word in (option, value)]
+
+
 def _add_site(p: argparse.ArgumentParser, *, launcher: bool = True) -> None:
     default = os.environ.get("PRETRAIN_CLUSTER")
     p.add_argument(
@@ -99,6 +111,7 @@ def _local(args: argparse.Namespace) -> int:
         nproc=args.nproc,
         max_restarts=args.max_restarts,
         port=args.port,
+        train_options=_train_options(args),
         say=_say,
     )
 
@@ -109,25 +122,25 @@ def _slurm(args: argparse.Namespace) -> int:
     from pretrain.config_file import load_config
 
     cfg, cluster = load_config(args.config, args.overrides), load_cluster(args.cluster)
+    shape = slurm.Shape(args.nodes, args.launcher, _train_options(args))
     if args.dry_run:
         run = (Path.cwd() / cfg.run.dir).resolve()
         place = slurm.Place(run, run / "jobs" / "000", Path.cwd())
-        print(slurm.render_sbatch(cfg, cluster, place, nodes=args.nodes, launcher=args.launcher), end="")
+        print(slurm.render_sbatch(cfg, cluster, place, shape), end="")
         return 0
-    place = slurm.prepare(cfg, cluster, nodes=args.nodes, launcher=args.launcher, chdir=Path.cwd(), say=_say)
+    place = slurm.prepare(cfg, cluster, shape, chdir=Path.cwd(), say=_say)
     slurm.submit(place, cluster, _say)
     return 0
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from launch import sweep
+    from launch import slurm, sweep
     from launch.cluster import load_cluster
 
     return sweep.launch(
         args.folder,
         load_cluster(args.cluster),
-        nodes=args.nodes,
-        launcher=args.launcher,
+        shape=slurm.Shape(args.nodes, args.launcher),
         at_once=args.at_once,
         chdir=Path.cwd(),
         dry_run=args.dry_run,

@@ -26,7 +26,7 @@ def launch(
     if dry_run:
         say("\n".join(texts))
         return 0
-    jobs = out / "jobs"
+    jobs = jobs_folder(out)
     jobs.mkdir(parents=True, exist_ok=True)
     scripts = [jobs / "build.sbatch", jobs / "merge.sbatch"]
     for script, text in zip(scripts, texts, strict=True):
@@ -45,17 +45,22 @@ def render(build: Sequence[str], cluster: Cluster, out: Path, chdir: Path, *, ta
     options += [f"--cpus-per-task={cluster.node.cpus if tasks is not None else 1}", f"--time={cluster.slurm.time}"]
     options += ["--requeue", "--open-mode=append", f"--chdir={chdir}"]
     if tasks is not None:
-        options += [f"--array=0-{tasks - 1}", f"--output={out}/jobs/slurm-%A_%a.out"]
+        options += [f"--array=0-{tasks - 1}", f"--output={jobs_folder(out)}/slurm-%A_%a.out"]
         words = ["build", *build, "--num-tasks", str(tasks)]
         tail = ' --task "$SLURM_ARRAY_TASK_ID"'
     else:
-        options.append(f"--output={out}/jobs/slurm-%j.out")
+        options.append(f"--output={jobs_folder(out)}/slurm-%j.out")
         words, tail = ["merge", str(out)], ""
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in [*options, *slurm.header(cluster)])]
     lines += slurm.environment(cluster)
     srun = shlex.join(["srun", "--ntasks=1", f"--cpus-per-task={cluster.node.cpus}", *cluster.software.container])
     srun = f"{srun} " if tasks is not None or cluster.software.container else ""
     return "\n".join([*lines, f"{srun}{cluster.software.python} -m data_prep {shlex.join(words)}{tail}", ""])
+
+
+def jobs_folder(out: Path) -> Path:
+    """Scripts and logs lie beside the dataset: a build starts in an empty folder."""
+    return out.with_name(f"{out.name}.jobs")
 
 
 def _out(build: Sequence[str]) -> str:

@@ -23,9 +23,13 @@ def launch(
     nproc: int,
     max_restarts: int = 0,
     port: int | None = None,
+    train_options: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> int:
-    """Train on `nproc` ranks; ConfigError before anything has started, else the exit status."""
+    """Train on `nproc` ranks; ConfigError before anything has started, else the exit status.
+
+    `train_options` go to pretrain train as they are.
+    """
     if nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one rank is needed")
     if max_restarts < 0:
@@ -38,7 +42,7 @@ def launch(
     count, why = torchrun.threads(os.environ, nproc, torchrun.allowed_cores())
     say(why)
     line = torchrun.command(
-        ["pretrain", "train", str(config), *overrides],
+        ["pretrain", "train", str(config), *overrides, *train_options],
         nproc=nproc,
         endpoint=f"127.0.0.1:{port or 0}",
         rendezvous_id=f"local-{secrets.token_hex(4)}",
@@ -50,7 +54,7 @@ def launch(
     before, logged = run_folder.stamp(run), run_folder.log_sizes(run)
     status = ranks.supervise(line, environment, ranks.torchrun_ranks, say)
     outcome = run_folder.outcome_since(run, before)
-    if outcome is not None and status == 0:
+    if outcome is not None:
         return int(outcome["status"])
     say(f"crashed: torchrun ended with {status} and the run has decided nothing; logs are under {run / 'logs'}")
     failure = run_folder.first_failure(run, logged)

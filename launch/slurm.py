@@ -31,6 +31,14 @@ class Place(NamedTuple):
     chdir: Path  # what the config's relative paths start from
 
 
+class Shape(NamedTuple):
+    """How a job is started."""
+
+    nodes: int
+    launcher: Launcher = "torchrun"
+    train_options: Sequence[str] = ()  # for pretrain train, as they are
+
+
 class Array(NamedTuple):
     """A sweep: task i trains in the job folder on line i + 1 of `points`."""
 
@@ -40,16 +48,9 @@ class Array(NamedTuple):
     at_once: int  # tasks that run at the same time
 
 
-def render_sbatch(
-    cfg: Config,
-    cluster: Cluster,
-    place: Place,
-    *,
-    nodes: int,
-    launcher: Launcher = "torchrun",
-    array: Array | None = None,
-) -> str:
+def render_sbatch(cfg: Config, cluster: Cluster, place: Place, shape: Shape, *, array: Array | None = None) -> str:
     """The batch script. ConfigError where nodes x ranks a node are no world that the config can use."""
+    nodes, launcher = shape.nodes, shape.launcher
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}: at least one node is needed")
     node, slurm = cluster.node, cluster.slurm
@@ -82,6 +83,7 @@ def render_sbatch(
         "CRASHES": str(cluster.retry.crashes),
         "NODE_FAILURES": str(cluster.retry.node_failures),
         "REQUEUE": slurm.requeue,
+        "TRAIN_OPTIONS": "".join(f" {quote(word)}" for word in shape.train_options),
         "EXCLUDE": quote(",".join(slurm.exclude)),
     }
     return fill(Path(__file__).with_name("train.sbatch").read_text(encoding="utf-8"), values)
@@ -160,9 +162,7 @@ def quote(value: object) -> str:
     return shlex.quote(str(value))
 
 
-def prepare(
-    cfg: Config, cluster: Cluster, *, nodes: int, launcher: Launcher, chdir: Path, say: Callable[[str], None]
-) -> Place:
+def prepare(cfg: Config, cluster: Cluster, shape: Shape, *, chdir: Path, say: Callable[[str], None]) -> Place:
     """Refuse a run that has a job already; else snapshot everything into a new RUN/jobs/NNN."""
     run = (chdir / cfg.run.dir).resolve()
     if (job := ledger.last_job(run)) is not None and alive(job):
@@ -171,7 +171,7 @@ def prepare(
             f"stop {run} or scancel {job}, or choose another run.dir"
         )
     place = Place(run, next_folder(run), chdir.resolve())
-    text = render_sbatch(cfg, cluster, place, nodes=nodes, launcher=launcher)
+    text = render_sbatch(cfg, cluster, place, shape)
     snapshot_code(place.job)
     write_settings(place, cfg, cluster)
     (place.job / "train.sbatch").write_text(text, encoding="utf-8")

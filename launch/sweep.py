@@ -30,8 +30,7 @@ def launch(
     folder: Path,
     cluster: Cluster,
     *,
-    nodes: int,
-    launcher: slurm.Launcher,
+    shape: slurm.Shape,
     at_once: int,
     chdir: Path,
     dry_run: bool,
@@ -42,7 +41,7 @@ def launch(
         raise ConfigError(f"--at-once {at_once}: at least one run must go at a time")
     points = read_points(folder, chdir)
     for point in points:
-        point.config.layout(nodes * cluster.node.processes)
+        point.config.layout(shape.nodes * cluster.node.processes)
     say(table(points))
     waves = plan_waves(points)
     if dry_run or not waves:
@@ -50,7 +49,7 @@ def launch(
         return 0
     after = None
     for wave in waves:
-        after = _submit(wave, folder.resolve(), cluster, nodes, launcher, at_once, chdir.resolve(), after, say)
+        after = _submit(wave, folder.resolve(), cluster, shape, at_once, chdir.resolve(), after, say)
     return 0
 
 
@@ -122,8 +121,7 @@ def _submit(
     wave: Sequence[Point],
     folder: Path,
     cluster: Cluster,
-    nodes: int,
-    launcher: slurm.Launcher,
+    shape: slurm.Shape,
     at_once: int,
     chdir: Path,
     after: str | None,
@@ -142,9 +140,7 @@ def _submit(
     points_file = job / "points.txt"
     points_file.write_text("".join(f"{path}\n" for path in folders), encoding="utf-8")
     array = slurm.Array(points_file, folder.name, list(range(len(wave))), at_once)
-    text = slurm.render_sbatch(
-        wave[0].config, cluster, slurm.Place(folder, job, chdir), nodes=nodes, launcher=launcher, array=array
-    )
+    text = slurm.render_sbatch(wave[0].config, cluster, slurm.Place(folder, job, chdir), shape, array=array)
     (job / "train.sbatch").write_text(text, encoding="utf-8")
     options = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after is not None else []
     submitted = slurm_commands.submit(job / "train.sbatch", chdir=chdir, options=options)

@@ -38,7 +38,7 @@ CPU = 'name = "x"\n[slurm]\ntime = "01:00:00"\n[node]\ngpus = 0\nranks = 2\ncpus
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_the_script_of_each_shipped_cluster_file_is_as_written_down(cfg, path, launcher):
     """After a wanted change: PRETRAIN_WRITE_GOLDEN=1 pytest tests/launch/test_sbatch.py, and read the difference."""
-    text = slurm.render_sbatch(cfg, load_cluster(path), PLACE, nodes=2, launcher=launcher)
+    text = slurm.render_sbatch(cfg, load_cluster(path), PLACE, slurm.Shape(2, launcher))
     golden = Path(__file__).with_name("golden") / f"{path.stem}.{launcher}.sbatch"
     if os.environ.get("PRETRAIN_WRITE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
@@ -50,16 +50,16 @@ def test_the_script_of_each_shipped_cluster_file_is_as_written_down(cfg, path, l
 
 def test_a_world_that_the_config_cannot_use_is_refused_with_the_numbers(cfg):
     with pytest.raises(ConfigError, match=r"global_batch_size=64 is no multiple of 48"):
-        slurm.render_sbatch(cfg, load_cluster(ROOT / "configs/cluster/h100_pyxis.toml"), PLACE, nodes=3)
+        slurm.render_sbatch(cfg, load_cluster(ROOT / "configs/cluster/h100_pyxis.toml"), PLACE, slurm.Shape(3))
     with pytest.raises(ConfigError, match="--nodes 0"):
-        slurm.render_sbatch(cfg, load_cluster(ROOT / "configs/cluster/cpu.toml"), PLACE, nodes=0)
+        slurm.render_sbatch(cfg, load_cluster(ROOT / "configs/cluster/cpu.toml"), PLACE, slurm.Shape(0))
 
 
 def test_restarts_by_torchrun_are_refused_where_there_is_no_torchrun(cfg, tmp_path):
     cluster = site(CPU + "[retry]\ntorchrun_restarts = 2\n", tmp_path)
-    assert "--max-restarts 2" in slurm.render_sbatch(cfg, cluster, PLACE, nodes=1)
+    assert "--max-restarts 2" in slurm.render_sbatch(cfg, cluster, PLACE, slurm.Shape(1))
     with pytest.raises(ConfigError, match=r"retry.torchrun_restarts=2 has no effect with --launcher srun"):
-        slurm.render_sbatch(cfg, cluster, PLACE, nodes=1, launcher="srun")
+        slurm.render_sbatch(cfg, cluster, PLACE, slurm.Shape(1, "srun"))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,8 @@ def test_the_first_node_is_found_without_scontrol_and_cpus_reach_srun(cfg, tmp_p
     slurm.snapshot_code(place.job)
     script = tmp_path / "train.sbatch"
     cluster = site(CPU.replace("cpus = 4", "cpus = 10") + "[health]\nenabled = false\n", tmp_path)
-    script.write_text(slurm.render_sbatch(cfg, cluster, place, nodes=2))
+    shape = slurm.Shape(2, "torchrun", ["--allow-change", "optimizer.lr"])
+    script.write_text(slurm.render_sbatch(cfg, cluster, place, shape))
     env = fake_slurm(tmp_path / "bin") | {"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": "2"}
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60)
     assert f"--head {head} --port 2" in done.stdout, done.stdout + done.stderr
@@ -134,6 +135,7 @@ def test_the_first_node_is_found_without_scontrol_and_cpus_reach_srun(cfg, tmp_p
     assert "crash at step -1" in done.stdout  # nothing was trained and no outcome written
     assert "scontrol is not on this machine's PATH" in done.stderr
     assert done.returncode == 1
+    assert f"pretrain train {place.job}/config.toml --allow-change optimizer.lr" in done.stdout
 
     env["SLURM_JOB_NUM_NODES"] = "3"
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60)

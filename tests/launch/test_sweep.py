@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import data_build, ledger, slurm_commands, sweep
+from launch import data_build, ledger, slurm, slurm_commands, sweep
 from launch.cluster import load_cluster
 from pretrain.errors import ConfigError
 from tests.launch.tiny_run import ROOT, write_config
@@ -44,9 +44,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def run_sweep(folder: Path, *, dry_run: bool = False, at_once: int = 2) -> str:
     said: list[str] = []
-    sweep.launch(
-        folder, CPU, nodes=1, launcher="torchrun", at_once=at_once, chdir=folder, dry_run=dry_run, say=said.append
-    )
+    sweep.launch(folder, CPU, shape=slurm.Shape(1), at_once=at_once, chdir=folder, dry_run=dry_run, say=said.append)
     return "\n".join(said)
 
 
@@ -112,11 +110,11 @@ def test_a_data_build_is_an_array_and_a_merge_that_waits_for_it(tmp_path, comman
     build = ["in put/*.jsonl", "--tokenizer", "t.json", "--out", "data/web", "--seq-len", "64"]
     said: list[str] = []
     assert data_build.launch(build, CPU, tasks=3, chdir=tmp_path, dry_run=False, say=said.append) == 0
-    script = (tmp_path / "data/web/jobs/build.sbatch").read_text()
+    script = (tmp_path / "data/web.jobs/build.sbatch").read_text()
     assert "#SBATCH --array=0-2\n" in script
     assert "-m data_prep build 'in put/*.jsonl' --tokenizer t.json" in script
     assert '--num-tasks 3 --task "$SLURM_ARRAY_TASK_ID"' in script
-    assert f"-m data_prep merge {tmp_path}/data/web" in (tmp_path / "data/web/jobs/merge.sbatch").read_text()
+    assert f"-m data_prep merge {tmp_path}/data/web" in (tmp_path / "data/web.jobs/merge.sbatch").read_text()
     assert commands[1][1:] == ["--dependency=afterok:100", "--kill-on-invalid-dep=yes"]
     with pytest.raises(ConfigError, match="--out DIR is missing"):
         data_build.launch(build[:3], CPU, tasks=3, chdir=tmp_path, dry_run=True, say=said.append)

@@ -56,24 +56,24 @@ def hold(job: jobs.Job, node: int = -1) -> int:
     return pid
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_the_warning_before_the_time_limit_saves_requeues_resumes_and_finishes(
-    lab, data, tmp_path, undisturbed, launcher
-):  # G44
-    job = jobs.submit(lab, tmp_path, data, "limited", launcher=launcher)
-    pid = hold(job)
-    lab.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
-    job.wait_for_text("USR1 heard: telling the ranks")
-    lab.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")  # for the second start
-    thaw(pid)
-    assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
-    first, second = job.ends()
-    assert (first["reason"], first["decision"]) == ("time_limit", "requeue")
-    assert 3 <= first["step"] < STEPS
-    assert (second["reason"], second["restart"], second["job"]) == ("finished", 1, job.id)
-    assert jobs.weights(job.run, STEPS) == undisturbed
-    assert job.events() == ["start", "save", "stop", "resume", "start", "save", "finish"]
-    assert f"finished at step {STEPS} (status 0)" in jobs.launch(lab, "status", job.run)
+def test_the_warning_before_the_time_limit_saves_requeues_resumes_and_finishes(lab, data, tmp_path, undisturbed):
+    started = [jobs.submit(lab, tmp_path, data, launcher, launcher=launcher) for launcher in ("torchrun", "srun")]
+    held = [hold(job) for job in started]
+    for job in started:
+        lab.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+    for job, pid in zip(started, held, strict=True):
+        job.wait_for_text("USR1 heard: telling the ranks")
+        lab.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")  # for the second start
+        thaw(pid)
+    for job in started:
+        assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
+        first, second = job.ends()
+        assert (first["reason"], first["decision"]) == ("time_limit", "requeue")
+        assert 3 <= first["step"] < STEPS
+        assert (second["reason"], second["restart"], second["job"]) == ("finished", 1, job.id)
+        assert jobs.weights(job.run, STEPS) == undisturbed
+        assert job.events() == ["start", "save", "stop", "resume", "start", "save", "finish"]
+        assert f"finished at step {STEPS} (status 0)" in jobs.launch(lab, "status", job.run)
 
 
 def test_a_preempted_job_saves_in_its_grace_comes_back_and_finishes(lab, data, tmp_path, undisturbed):
@@ -195,7 +195,7 @@ def test_a_dataset_is_built_by_an_array_and_merged(lab, tmp_path):
     said = jobs.launch(lab, "data", "--cluster", site, "--tasks", "2", "--", *build)
     merge = re.findall(r"job (\d+)", said)[1]
     jobs.wait_for(lambda: lab.state(merge) in ("COMPLETED", "FAILED", "CANCELLED"), "end of the merge")
-    outputs = "\n".join(path.read_text() for path in (out / "jobs").glob("*.out"))
+    outputs = "\n".join(path.read_text() for path in (tmp_path / "built.jobs").glob("*.out"))
     assert lab.state(merge) == "COMPLETED", outputs
     stats = subprocess.run(
         [*command, "stats", str(out), "--json"], cwd=ROOT, capture_output=True, timeout=120, check=True
