@@ -207,6 +207,8 @@ def _inspect(args: argparse.Namespace) -> None:
     view = View(args.folder, args.split, args.seq_len, args.packing, args.chars)
     if args.step is not None and args.config is None:
         raise DataError("--step needs --config: which rows a step takes depends on seed, sources and batch size")
+    if args.step is not None and args.step < 1:
+        raise DataError(f"--step {args.step}: optimizer steps are counted from 1")
     schedule = _schedule(args.config) if args.config else None
     if args.doc is not None:
         lines = view.document(args.doc, schedule)
