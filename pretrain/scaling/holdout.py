@@ -57,11 +57,13 @@ def split(points: Points, kept: float) -> tuple[NDArray[np.intp], NDArray[np.int
 
 
 def rolling(points: Points, form: Form, *, groups: NDArray[np.generic] | None = None, draws: int = DRAWS) -> list[Held]:
-    """One Held for each of KEPT whose smaller runs can identify the form by themselves."""
-    found = []
+    """One Held for each different split of KEPT whose smaller runs can identify the form by themselves."""
+    found: list[Held] = []
     for kept in KEPT:
         small, large = split(points, kept)
         if len(small) == 0 or problem(points.take(small), form) is not None:
+            continue
+        if found and found[-1].fitted == len(small):  # equal runs stay together, so two shares may cut alike
             continue
         own = None if groups is None else groups[small]
         fit = fit_law(points.take(small), form.name, bootstrap=draws, groups=own)
@@ -110,13 +112,13 @@ def run_draws(
 
 def compare_forms(helds: dict[str, list[Held]]) -> list[Score]:
     """Forms by their error on the largest runs, best first; only splits that all of them could be fitted on count."""
-    common = set.intersection(*({held.kept for held in own} for own in helds.values())) if helds else set()
+    common = set.intersection(*({held.fitted for held in own} for own in helds.values())) if helds else set()
     if not common:
         return []
     scores = [
         Score(
             name,
-            float(np.sqrt(np.mean([held.rms**2 for held in own if held.kept in common]))),
+            float(np.sqrt(np.mean([held.rms**2 for held in own if held.fitted in common]))),
             len(FORMS[name].free),
         )
         for name, own in helds.items()

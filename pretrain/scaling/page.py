@@ -10,7 +10,7 @@ from pretrain.scaling.saved import SavedFit
 _CSS = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 60rem; margin: 2rem auto; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+h1 { font-size: 1.5rem; } figure { margin: 2rem 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid #e5e7eb; }
 th:first-child, td:first-child { text-align: left; }
@@ -31,7 +31,7 @@ def write_page(path: Path, fit: SavedFit, pictures: list[tuple[str, str]]) -> Pa
         cells = [f"{value:.5g}" if value is not None else "" for value in (entry["value"], low, high)]
         rows.append(f"<tr><td>{name.replace('_', ' ')}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     figures = "".join(
-        f"<h2>{escape(title)}</h2>\n<figure>{_inline(svg, f'p{number}-')}</figure>\n"
+        f"<figure aria-label='{escape(title)}'>{_inline(svg, f'p{number}-')}</figure>\n"
         for number, (title, svg) in enumerate(pictures)
     )
     path.write_text(

@@ -202,6 +202,7 @@ def _isoflop(drawing: Drawing) -> Figure | None:
 def _optimum(drawing: Drawing) -> Figure:
     fit = drawing.fit
     figure = Figure(figsize=(8.4, 3.8), layout="constrained")
+    figure.suptitle("Best split of a budget", x=0.01, ha="left", fontsize=11)
     grid = np.geomspace(drawing.flops.min(), drawing.flops.max() * _AHEAD, 40)
     best = [fit.law.optimum(flops, factor=fit.flops_factor) for flops in grid]
     some = fit.replicates[slice(0, 400)]
