@@ -72,7 +72,7 @@ class PartWriter:
 
     def _flush(self) -> None:
         if self._held:
-            self._write(np.concatenate(self._held).astype(self._dtype).data)
+            self._write(np.concatenate(self._held, dtype=self._dtype, casting="unsafe").data)
         self._held, self._held_tokens = [], 0
 
     def _write(self, data: memoryview | array[int]) -> None:
