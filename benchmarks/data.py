@@ -168,7 +168,7 @@ def load(work: Path, args: argparse.Namespace) -> None:
     cfg = DataConfig.model_validate({"sources": [{"path": str(data)}], "seq_len": SEQ_LEN})
     rates, waits = [], []
     for _ in range(args.rounds):
-        shape = {"rows_per_step": BATCH, "micro_batch_size": BATCH, "dp_rank": 0, "dp_world": 1}
+        shape: dict[str, Any] = {"rows_per_step": BATCH, "micro_batch_size": BATCH, "dp_rank": 0, "dp_world": 1}
         with Loader(cfg, seed=1, **shape) as loader:
             for step in range(30):
                 loader.step(step * BATCH)
