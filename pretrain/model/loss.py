@@ -52,6 +52,14 @@ def linear_cross_entropy(
     return LossSums(total, cross_entropy, z, (labels != IGNORE).sum())
 
 
+def loss_chunks(positions: int, most: int) -> int:
+    """Pieces to cut a micro-batch into: at most `most`, none below 512 positions.
+
+    Each piece adds to the whole gradient of the weight, which takes as long as a product with some 50 positions.
+    """
+    return max(1, min(most, positions // 512))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -159,6 +167,7 @@ _BLOCK_BYTES = 1 << 20  # on CPU: elementwise work goes by blocks that stay in t
 def _blocks(x: Tensor, dtype: torch.dtype) -> list[slice]:
     """Slices of the rows of x [N, M] to work on at a time: small on CPU, where a bf16 softmax gains threefold by it."""
     rows = x.size(0)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    # A traced plan's tensors have no memory, so no cache either, and stand for a GPU's.
+    if type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
         rows = min(rows, max(1, _BLOCK_BYTES // (x.size(1) * dtype.itemsize)))
     return [slice(start, start + rows) for start in range(0, x.size(0), rows)]
