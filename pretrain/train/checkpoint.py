@@ -156,11 +156,7 @@ def choose(run: Path, world: World, say: Callable[[str], None]) -> Path | None:
     """
     found = broadcast_object(folder.list_checkpoints(run) if world.first else None, world)
     for candidate in reversed(found):
-        problem = candidate.problem
-        if problem is None:
-            files = sorted(folder.read_manifest(candidate.path).items())
-            mine = (folder.problem_in_file(candidate.path, n, e) for n, e in files[world.rank :: world.size])
-            problem = next(filter(None, gather_objects(next(filter(None, mine), None), world)), None)
+        problem = candidate.problem or verify_together(candidate.path, world)
         if problem is None:
             return Path(candidate.path)
         say(f"checkpoint {candidate.path.name} is passed over: {problem}")
@@ -170,6 +166,16 @@ def choose(run: Path, world: World, say: Callable[[str], None]) -> Path | None:
             f"restore one, or start elsewhere: this run is not begun again from step 0 over them"
         )
     return None
+
+
+def verify_together(path: Path, world: World) -> str | None:
+    """`checkpoint_folder.verify`, each rank reading its share of the files; the same answer on every rank."""
+    problem = broadcast_object(folder.problem_at_a_glance(path) if world.first else None, world)
+    if problem is None:
+        files = sorted(folder.read_manifest(path).items())
+        mine = (folder.problem_in_file(path, name, entry) for name, entry in files[world.rank :: world.size])
+        problem = next(filter(None, gather_objects(next(filter(None, mine), None), world)), None)
+    return problem
 
 
 def read_state(path: Path, state: State) -> None:

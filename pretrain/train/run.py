@@ -22,14 +22,14 @@ from data_prep.errors import DataError
 from pretrain.config import Config, Layout
 from pretrain.data.loader import Loader, Validation
 from pretrain.dist import World, all_ranks_ok, under_torchrun, world
-from pretrain.errors import AnomalyError, ConfigError
+from pretrain.errors import AnomalyError, CheckpointError, ConfigError
 from pretrain.metrics.hardware import find_device
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.sinks import Sinks, check_sinks, open_sinks
 from pretrain.parallel.build import build_engine, describe_attention
 from pretrain.parallel.engine import Engine, State
 from pretrain.train import checkpoint_folder as folder
-from pretrain.train.checkpoint import Checkpointer, choose, read_state, restore_rng
+from pretrain.train.checkpoint import Checkpointer, choose, read_state, restore_rng, verify_together
 from pretrain.train.evaluate import evaluate
 from pretrain.train.optimizer import build_optimizer, describe_groups
 from pretrain.train.resume import compare_configs
@@ -83,7 +83,10 @@ def _attempt(
     """(reason, step, message) of a decided end; anything else is raised and is a crash."""
     setup = Setup(cfg, layout, ranks, attempt)
     try:
-        trainer = setup.trainer(stop, resume, allow_change)
+        try:
+            trainer = setup.trainer(stop, resume, allow_change)
+        except CheckpointError as e:  # damaged, of another shape, or no room: nothing has begun
+            raise ConfigError(str(e)) from e
         reason = trainer.train()
         stop.honoured(ranks)
         status: Status = "finished" if reason is Reason.none else reason.name  # type: ignore[assignment]
@@ -132,8 +135,7 @@ class Setup:
         engine = build_engine(cfg, self.layout, ranks, lambda model: build_optimizer(model, cfg.optimizer))
         self._describe(engine)
         state = engine.state()
-        if ranks.first:
-            folder.require_room(folder.checkpoints_dir(run), sum(t.numel() * t.element_size() for t in state.values()))
+        folder.require_room(folder.checkpoints_dir(run), sum(t.numel() * t.element_size() for t in state.values()))
         origin = self._restore(engine, state, start)
         del state
         meter = self._meter(origin)
@@ -203,11 +205,7 @@ class Setup:
             self.sinks.say("no checkpoint in this run yet")
             if cfg.init.from_ is None:
                 return None
-            source = Path(cfg.init.from_)
-            if not source.is_dir():
-                raise ConfigError(f"init.from={cfg.init.from_!r} is no folder; give a checkpoint or a run")
-            source = source if (source / folder.MARKER).exists() else folder.newest_whole(source, self.sinks.say)
-            return source, cfg.init.load
+            return self._init_from(Path(cfg.init.from_)), cfg.init.load
         if resume == "never":
             raise ConfigError(
                 f"run.dir={cfg.run.dir!r} has {newest.name} and --resume never was given; "
@@ -224,6 +222,18 @@ class Setup:
                 "resume", meta["step"], checkpoint=newest.name, changed={k: list(v) for k, v in changed.items()}
             )
         return newest, "resume"
+
+    def _init_from(self, source: Path) -> Path:
+        """The checkpoint that init.from means: itself, or a run's newest whole one."""
+        if (source / folder.MARKER).exists():
+            problem = verify_together(source, self.ranks)
+            if problem is not None:
+                raise ConfigError(f"init.from={str(source)!r} is damaged: {problem}")
+            return source
+        found = choose(source, self.ranks, self.sinks.say)
+        if found is None:
+            raise ConfigError(f"init.from={str(source)!r} has no checkpoint; give a checkpoint's folder or a run's")
+        return found
 
     def _restore(self, engine: Engine, state: State, start: tuple[Path, str] | None) -> dict[str, int]:
         """Fill the engine from the starting point; the counters that go with it."""

@@ -1,4 +1,4 @@
-"""`python faulty.py FAULT ARGUMENTS`: `pretrain ARGUMENTS` with one thing made to go wrong on rank 1. Not a test itself.
+"""`python faulty.py FAULT ARGUMENTS`: `pretrain ARGUMENTS`, made to go wrong on rank 1. Not a test itself.
 
 FAULT: none; forward, loader, save (raise at step 5); hang (never come back from step 5); slow (0.05 s a step more).
 """

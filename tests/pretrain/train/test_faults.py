@@ -156,7 +156,7 @@ def test_runs_killed_at_random_moments_end_with_the_undisturbed_weights(
     steps |= {"parallel__zero_stage": draw.choice([1, 2, 3])} if engine == "zero" else {}
     calm = tmp_path / "calm"
     with job(write_config(tmp_path / "calm.toml", calm, data, **steps)) as ranks:
-        assert wait_all(ranks, 300) == [0, 0]
+        assert wait_all(ranks, 900) == [0, 0]
     expected = final_state(calm)
     for trial in range(KILLS):
         run = tmp_path / f"run-{trial}"
@@ -171,7 +171,7 @@ def test_runs_killed_at_random_moments_end_with_the_undisturbed_weights(
                 victim.send_signal(signal.SIGTERM if what == "term one" else signal.SIGKILL)
             wait_all(ranks, 60)
         with job(config) as ranks:
-            assert wait_all(ranks, 300) == [0, 0], (seed, trial, what)
+            assert wait_all(ranks, 900) == [0, 0], (seed, trial, what)
         got = final_state(run)
         for name, tensor in expected.items():
             assert torch.equal(tensor, got[name]), (seed, trial, what, name)

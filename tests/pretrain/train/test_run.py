@@ -1,6 +1,7 @@
 """One attempt of a run, in one process: what it writes, what it refuses, how it ends."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from small import make_dataset, small_config
 
 from pretrain.config import Config
 from pretrain.dist import World, world
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import ConfigError
 from pretrain.metrics.jsonl import read_records
 from pretrain.model.loss import LossSums
 from pretrain.parallel.build import build_engine
@@ -193,8 +194,8 @@ def test_room_is_checked_before_the_first_step(
     """G30."""
     usage = folder.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes and 1,000 are free"):
-        start(ranks, small_config(tmp_path, data))
+    assert start(ranks, small_config(tmp_path, data)) == "refused"
+    assert re.search(r"needs [\d,]+ bytes and 1,000 are free", outcome(tmp_path)["message"])
 
 
 def test_decay_touches_matrices_and_embeddings_but_no_norm(ranks: World) -> None:
