@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pretrain.config import ModelConfig
 from pretrain.model.attention import AttentionInputs, Kernel, attend, document_mask
 from pretrain.model.elementwise import rms_norm, swiglu
-from pretrain.model.loss import linear_cross_entropy
+from pretrain.model.loss import linear_cross_entropy, loss_chunks
 from pretrain.model.rope import rope_table, rotate
 
 
@@ -96,9 +96,8 @@ class Head(nn.Linear):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         if labels is None:
             return super().forward(x)
-        return linear_cross_entropy(
-            x.flatten(0, 1), self.weight, labels.flatten(), chunks=self.chunks, z_loss=self.z_loss
-        )
+        chunks = loss_chunks(labels.numel(), self.chunks)
+        return linear_cross_entropy(x.flatten(0, 1), self.weight, labels.flatten(), chunks=chunks, z_loss=self.z_loss)
 
 
 class Llama(nn.Module):
