@@ -83,15 +83,24 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
     """Each document's last query sees its last key, where a document has more keys than queries."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    # The spelling changed between torch 2.10 (is_causal) and 2.13 (window_size, enable_gqa).
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if _varlen_takes("window_size") else {"is_causal": True}
     if q.size(2) != k.size(2):
-        if "enable_gqa" in known:
+        if _varlen_takes("enable_gqa"):
             causal["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in (k, v))
-    lengths = inputs.cu_seqlens, inputs.cu_seqlens if inputs.key_cu_seqlens is None else inputs.key_cu_seqlens
-    out = varlen_attn(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *lengths, q.size(1), k.size(1), **causal)
+    starts = inputs.cu_seqlens
+    assert starts is not None
+    key_starts = starts if inputs.key_cu_seqlens is None else inputs.key_cu_seqlens
+    rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+    out = varlen_attn(*rows, starts, key_starts, q.size(1), k.size(1), **causal)
     assert isinstance(out, Tensor)
     return out.view_as(q)
+
+
+@torch.compiler.assume_constant_result
+def _varlen_takes(keyword: str) -> bool:
+    """Whether this torch's varlen_attn has a keyword: its spelling changed between 2.10 (is_causal) and 2.13."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return keyword in inspect.signature(varlen_attn).parameters

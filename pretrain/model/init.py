@@ -66,7 +66,7 @@ def local_part(param: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _truncated_normal(index: Tensor, key: int, std: float) -> Tensor:
-    """N(0, std²) cut at _CUT deviations (std before the cut), fp32, by inverting the distribution of hashed uniforms."""
+    """N(0, std²) cut at _CUT deviations (std before the cut), fp32: the inverse distribution of hashed uniforms."""
     uniform = ((_hash(index, key) >> 40) & ((1 << 24) - 1)).float().add_(0.5).mul_(2.0**-24)
     edge = math.erf(_CUT / math.sqrt(2))
     return torch.erfinv(uniform.mul_(2 * edge).sub_(edge)).mul_(std * math.sqrt(2))
