@@ -7,12 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from data_prep.blockfile import HEADER_BYTES
+from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.pack import pack_dataset
+from data_prep.plan import Settings
 from data_prep.rows import IGNORE, open_rows
+from data_prep.tokenizer_hf import BYTE_OF_CHAR
 from pretrain.config import DataConfig
 from pretrain.data.loader import Batch, Loader, Step, Validation, validation_batches
 from pretrain.errors import ConfigError
@@ -206,6 +210,34 @@ def test_fewer_rows_than_a_global_batch_are_refused_with_both_counts(tmp_path): 
         only(cfg, rows=4)
     with only(cfg, rows=3) as loader:
         assert loader.step(0).targets == 24
+
+
+def test_three_validation_rows_in_a_batch_of_four_are_padded_and_padding_is_no_target(tmp_path):  # G13
+    cfg = DataConfig(sources=[{"path": str(numbered_rows(tmp_path, 3, val=3))}], seq_len=8)
+    validation = Validation(cfg, micro_batch_size=4, dp_rank=0, dp_world=1)
+    (batch,) = validation
+    assert (validation.rows, validation.targets, tuple(batch.inputs.shape)) == (3, 24, (4, 8))
+    assert (batch.labels != IGNORE).sum(dim=1).tolist() == [8, 8, 8, 0]
+    assert (batch.documents[3] == -1).all()
+
+
+def test_a_model_must_have_rows_for_tokens_added_to_the_tokenizer(tmp_path):
+    """G9: 100 base tokens, `<pad>` 100 and `<extra>` 101, text with `<extra>`: a model of 100 rows is refused."""
+    alphabet = sorted(BYTE_OF_CHAR)[:100]
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.add_special_tokens(["<pad>"])
+    library.add_tokens(["<extra>"])
+    (tmp_path / "tokenizer").mkdir()
+    library.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("ABC<extra>ABC" * 9)
+    settings = Settings((str(tmp_path / "a.txt"),), bos=False, eos=False)
+    build(settings, tmp_path / "tokenizer", tmp_path / "data", seq_len=8, say=lambda text: None)
+    with only(DataConfig(sources=[{"path": str(tmp_path / "data")}], seq_len=8), rows=2) as loader:
+        assert max(int(batch.inputs.max()) for batch in loader.step(0).batches) == 101
+        with pytest.raises(ConfigError, match=r"model.vocab_size=100, but the tokenizer of .* has 102 tokens"):
+            loader.check_vocab(100)
+        loader.check_vocab(102)
 
 
 def test_a_global_batch_that_ranks_do_not_divide_is_refused(sources):

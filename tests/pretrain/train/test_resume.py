@@ -1,6 +1,7 @@
 """Resume equals no resume: bit for bit at the same layout, to rounding at another one."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -164,6 +165,8 @@ def test_newest_is_by_number_and_foreign_folders_are_left_alone(tmp_path: Path) 
         whole_checkpoint(tmp_path, step)
     for name in ("step_handpicked", "step_1200.tmp", "notes"):
         (folder.checkpoints_dir(tmp_path) / name).mkdir()
+    for age, step in enumerate((1100, 800, 1000, 900)):  # the newest by number is the oldest by its file times
+        os.utime(folder.step_dir(tmp_path, step), (1e9 + age, 1e9 + age))
     assert folder.newest_whole(tmp_path) == folder.step_dir(tmp_path, 1100)
     removed = folder.prune(tmp_path, keep=2)
     assert [path.name for path in removed] == ["step-00000800", "step-00000900"]
