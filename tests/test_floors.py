@@ -117,6 +117,14 @@ def test_heavy_dependencies_have_one_door(path: Path) -> None:
         assert doors is None or str(path.relative_to(ROOT)) in doors, f"{path} imports {name}"
 
 
+def test_training_prepares_no_data() -> None:
+    """G37: so no rank ever waits in a collective for one that tokenizes, packs or trains a tokenizer."""
+    allowed = {"shard", "rows", "errors", "tokenizer", "tokenizer_json"}
+    for path in (ROOT / "pretrain").rglob("*.py"):
+        used = {name.split(".")[1] for name in imports(path) if name.startswith("data_prep.")}
+        assert used <= allowed, f"{path} imports data_prep.{'.'.join(used - allowed)}"
+
+
 def test_a_login_node_answers_without_loading_torch() -> None:
     code = f"import sys\nfor m in {NO_TORCH!r}:\n    __import__(m)\n    assert 'torch' not in sys.modules, m"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -116,6 +116,19 @@ def test_any_number_of_workers_makes_the_same_bytes(
     assert tree(tmp_path / "out") == reference
 
 
+def test_more_workers_than_documents_make_the_same_bytes(tokenizers: dict[str, Path], tmp_path: Path) -> None:  # G6
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        (tmp_path / "in" / f"{name}.txt").write_text(f"only {name}")
+    trees = []
+    for workers in (1, 5):
+        settings = Settings((str(tmp_path / "in"),))
+        build(settings, tokenizers["bpe"], tmp_path / str(workers), seq_len=8, workers=workers, say=quiet)
+        trees.append(tree(tmp_path / str(workers)))
+    assert trees[0] == trees[1]
+    assert len(documents(tmp_path / "5", "train")) == 3
+
+
 @pytest.mark.parametrize("num_tasks", [2, 5])
 def test_any_number_of_tasks_makes_the_same_bytes(
     corpus: Path,

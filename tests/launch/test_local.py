@@ -52,7 +52,7 @@ def test_words_that_are_no_overrides_are_refused(tmp_path, data, capsys):
     assert "--nprocs=3" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_named():
+def test_a_port_that_is_taken_is_named():  # G39
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -62,7 +62,7 @@ def test_a_port_that_is_taken_is_named():
     local.require_free_port(port)
 
 
-def test_threads_follow_the_allowed_cores_and_not_the_machines():
+def test_threads_follow_the_allowed_cores_and_not_the_machines():  # G45
     assert torchrun.threads({}, ranks=2, cores=8)[0] == 4
     assert torchrun.threads({}, ranks=8, cores=2)[0] == 1
     count, why = torchrun.threads({"OMP_NUM_THREADS": "3"}, ranks=2, cores=8)
@@ -104,7 +104,7 @@ def test_an_outcome_of_an_earlier_attempt_does_not_count(tmp_path):
 
 
 def test_a_warning_to_the_launcher_alone_saves_one_step_and_the_next_start_goes_on(tmp_path, data, launcher):
-    """USR1 comes twice: while the ranks still import, when it must not kill them, and in mid training."""
+    """G44: USR1 comes twice: while the ranks still import, when it must not kill them, and in mid training."""
     run = tmp_path / "run"
     config = write_config(tmp_path / "c.toml", run, data, steps=100_000)
     first = launcher("local", config, "--nproc", "2")
@@ -133,7 +133,7 @@ def test_a_warning_to_the_launcher_alone_saves_one_step_and_the_next_start_goes_
     assert status == 0, output
 
 
-def test_a_signal_to_one_rank_and_a_crash_of_another_end_on_the_same_step_for_all(tmp_path, data, launcher):
+def test_a_signal_to_one_rank_and_a_crash_of_another_end_on_the_same_step_for_all(tmp_path, data, launcher):  # G44
     run = tmp_path / "run"
     config = write_config(tmp_path / "c.toml", run, data, steps=100_000, checkpoint={"every": 2})
     launch = launcher("local", config, "--nproc", "2", "--max-restarts", "1")
@@ -148,7 +148,7 @@ def test_a_signal_to_one_rank_and_a_crash_of_another_end_on_the_same_step_for_al
     assert (run / "checkpoints" / f"step-{outcome['step']:08d}" / "COMPLETE").exists()
 
 
-def test_two_starts_at_once_do_not_meet(tmp_path, data, launcher):
+def test_two_starts_at_once_do_not_meet(tmp_path, data, launcher):  # G39
     launches = []
     for name in ("one", "two"):
         config = write_config(tmp_path / f"{name}.toml", tmp_path / name, data, steps=3)

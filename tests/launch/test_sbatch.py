@@ -119,7 +119,7 @@ def fake_slurm(folder: Path) -> dict[str, str]:
         ("x-1,x-2", "x-1"),
     ],
 )
-def test_the_first_node_is_found_without_scontrol_and_cpus_reach_srun(cfg, tmp_path, nodes, head):
+def test_the_first_node_is_found_without_scontrol_and_cpus_reach_srun(cfg, tmp_path, nodes, head):  # G43, G45
     place = slurm.Place(tmp_path / "run", tmp_path / "run" / "jobs" / "000", tmp_path)
     slurm.snapshot_code(place.job)
     script = tmp_path / "train.sbatch"
@@ -143,6 +143,25 @@ def test_the_first_node_is_found_without_scontrol_and_cpus_reach_srun(cfg, tmp_p
     assert done.returncode == 2
 
 
+def test_the_first_node_is_slurms_whatever_scontrol_says_and_none_is_made_up(cfg, tmp_path):
+    """G43: a false scontrol changes nothing; without a list of nodes the job ends before any rank starts."""
+    place = slurm.Place(tmp_path / "run", tmp_path / "run" / "jobs" / "000", tmp_path)
+    slurm.snapshot_code(place.job)
+    script = tmp_path / "train.sbatch"
+    cluster = site(CPU + "[health]\nenabled = false\n", tmp_path)
+    script.write_text(slurm.render_sbatch(cfg, cluster, place, slurm.Shape(2, "torchrun", [])))
+    env = fake_slurm(tmp_path / "bin") | {"SLURM_JOB_NUM_NODES": "2"}
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/bash\necho localhost\n")
+    (tmp_path / "bin" / "scontrol").chmod(0o755)
+    nodes = {"SLURM_JOB_NODELIST": "gpu[003,010]"}
+    done = subprocess.run(["bash", str(script)], env=env | nodes, capture_output=True, text=True, timeout=60)
+    assert "--head gpu003 --port 2" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60)
+    assert "SLURM_JOB_NODELIST: is not set: start this with sbatch" in done.stderr
+    assert "srun:" not in done.stdout
+    assert done.returncode != 0
+
+
 def check(**changes: str) -> str | None:
     words = (
         "--launcher torchrun --nodes 2 --ranks-per-node 2 --head gpu003 --port 0 --attempt x -- pretrain train c.toml"
@@ -155,7 +174,7 @@ def check(**changes: str) -> str | None:
     return node.check(node.parse(words.split()), env)
 
 
-def test_a_task_refuses_a_world_that_is_not_the_jobs_and_a_head_that_is_everyones_own_name():
+def test_a_task_refuses_a_world_that_is_not_the_jobs_and_a_head_that_is_everyones_own_name():  # G43
     assert check() is None
     assert "srun started 1 tasks on 1 nodes" in str(check(SLURM_NNODES="1", SLURM_NTASKS="1"))
     assert "srun started 2 tasks on 2 nodes, but the job is of 2 nodes x 2 tasks" in str(check(launcher="srun"))

@@ -1,6 +1,7 @@
 """`python faulty.py FAULT ARGUMENTS`: `pretrain ARGUMENTS`, made to go wrong on rank 1. Not a test itself.
 
-FAULT: none; forward, loader, save (raise at step 5); hang (never come back from step 5); slow (0.05 s a step more).
+FAULT: none; prepare (rank 0 raises in what it alone does before training); forward, loader, save (raise at step 5);
+hang (never come back from step 5); slow (0.05 s a step more).
 """
 
 import os
@@ -43,7 +44,14 @@ def break_something(fault: str) -> None:
 
         return call
 
-    if fault == "forward":
+    if fault == "prepare":
+        from pretrain.train import run
+
+        def fail(self: Any) -> None:
+            raise OSError("planted fault in prepare on rank 0")
+
+        run.Setup._copy_tokenizer = fail  # type: ignore[method-assign]
+    elif fault == "forward":
         from pretrain.parallel.fsdp import FsdpEngine
 
         FsdpEngine.forward = breaking(FsdpEngine.forward, 4)  # type: ignore[method-assign]

@@ -100,6 +100,19 @@ def test_a_rank_that_raises_takes_the_job_down_with_its_traceback(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_ranks_that_wait_for_the_first_leave_when_it_fails(tmp_path: Path, data: Path) -> None:
+    """G37: data is prepared by a command of its own; what rank 0 alone does at the start may fail, too."""
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "c.toml", run, data, run__timeout_seconds=600.0)
+    with job(config, "prepare") as ranks:
+        statuses = wait_all(ranks, 180)  # far below the time-out of a collective
+    assert all(statuses), statuses
+    assert "planted fault in prepare on rank 0" in (run / "logs" / "rank-0.log").read_text()
+    assert steps_done(run) == 0
+    assert read_outcome(run) is None
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_found_and_all_ranks_leave_their_stacks(tmp_path: Path, data: Path) -> None:
     run = tmp_path / "run"
     config = write_config(tmp_path / "c.toml", run, data, run__hang_factor=2.0, run__hang_seconds=8.0)
