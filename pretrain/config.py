@@ -61,6 +61,36 @@ __all__ = [
 ]
 
 
+# Settings of DeepSpeed that other tables of the config decide.
+_DECIDED_ELSEWHERE = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "gradient_clipping": "train.grad_clip",
+    "optimizer": "[optimizer]",
+    "scheduler": "[schedule]",
+    "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "torch_autocast": "precision.compute",
+    "communication_data_type": "precision.reduce",
+    "data_types": "precision.reduce",
+    "zero_allow_untested_optimizer": "[optimizer]",
+    "activation_checkpointing": "[activation_checkpoint]",
+    "wandb": "metrics.sinks",
+    "tensorboard": "metrics.sinks",
+}
+_PASSED_THROUGH = (
+    "zero_optimization",
+    "aio",
+    "comms_logger",
+    "flops_profiler",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "steps_per_print",
+    "dump_state",
+)
+
+
 class Layout(NamedTuple):
     """How a world of ranks is cut: every number is a count of ranks but `accumulation` (micro-batches a step)."""
 
@@ -217,6 +247,7 @@ def _check_engine(cfg: Config) -> None:
         if cfg.deepspeed:
             raise ConfigError('[deepspeed] has no effect beside parallel.engine="fsdp"; remove it')
         return
+    _check_deepspeed(cfg)
     for axis, size in (("tp", par.tp), ("cp", par.cp)):
         if size > 1:
             raise ConfigError(
@@ -232,6 +263,28 @@ def _check_engine(cfg: Config) -> None:
         raise ConfigError(
             f'parallel.engine="zero" shards over the whole world, so dp_replicate={par.dp_replicate} and '
             f'dp_shard={par.dp_shard} cannot take effect; leave them out, or use engine="fsdp"'
+        )
+
+
+def _check_deepspeed(cfg: Config) -> None:
+    """[deepspeed] may hold what no other table decides."""
+    for key, value in cfg.deepspeed.items():
+        if key in _DECIDED_ELSEWHERE:
+            raise ConfigError(f"deepspeed.{key}={value!r}: {_DECIDED_ELSEWHERE[key]} decides this; set it there")
+        if key not in _PASSED_THROUGH:
+            raise ConfigError(
+                f"deepspeed.{key}={value!r} is not passed through; [deepspeed] takes {', '.join(_PASSED_THROUGH)}"
+            )
+    zero = cfg.deepspeed.get("zero_optimization", {})
+    if not isinstance(zero, dict) or zero.get("stage", cfg.parallel.zero_stage) != cfg.parallel.zero_stage:
+        raise ConfigError(
+            f"deepspeed.zero_optimization={zero!r} and parallel.zero_stage={cfg.parallel.zero_stage} differ; "
+            f"leave the stage out of the first"
+        )
+    if cfg.precision.reduce != "fp32":
+        raise ConfigError(
+            f'precision.reduce="{cfg.precision.reduce}" is not available with parallel.engine="zero"; '
+            f'set precision.reduce="fp32" or use parallel.engine="fsdp"'
         )
 
 

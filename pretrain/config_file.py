@@ -137,6 +137,8 @@ def _nearest_key(loc: Sequence[Any]) -> str:
     if not (isinstance(table, type) and issubclass(table, BaseModel)):
         return f"[{prefix}] is no table of this program"
     keys = [f.alias or k for k, f in table.model_fields.items()]
+    if loc[-1] in _OTHER_NAMES:
+        return f"did you mean {_OTHER_NAMES[loc[-1]]}?"
     near = difflib.get_close_matches(str(loc[-1]), keys, 1, 0.6)
     if near:
         return f"did you mean {'.'.join(filter(None, (prefix, near[0])))}?"

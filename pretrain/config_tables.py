@@ -57,7 +57,7 @@ class Table(BaseModel):
 class RunConfig(Table):
     name: Annotated[str, Field(min_length=1)]  # *
     dir: Annotated[str, Field(min_length=1)]  # * everything that this run writes
-    seed: Count = 1234
+    seed: Annotated[Int, Field(ge=0, lt=2**63 - 2**20)] = 1234
     deterministic: Flag = False  # refuse operations whose result may differ from run to run
     timeout_seconds: Annotated[Float, Field(gt=0)] = 600.0  # a collective that takes longer ends the job
     hang_factor: Annotated[Float, Field(ge=0)] = 30.0  # times the median step that make a hang; 0: never

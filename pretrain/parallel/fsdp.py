@@ -32,13 +32,19 @@ class FsdpEngine:
         build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         meshes: Meshes,
         device: torch.device,
+        *,
+        materialise: Callable[[Llama], None] | None = None,
     ) -> None:
+        """`materialise` gives the sharded model, still on the meta device, storage and initial weights."""
         self.cfg = cfg
         with torch.device("meta"):
             model = build_model()
         shard_model(model, cfg, meshes)
-        model.to_empty(device=device)
-        init_weights(model, cfg.run.seed, cfg.model.n_layers)
+        if materialise is not None:
+            materialise(model)
+        else:
+            model.to_empty(device=device)
+            init_weights(model, cfg.run.seed, cfg.model.n_layers)
         self.model: Llama = model
         self.optimizer = build_optimizer(model)
         self._replicated = meshes.shard.ndim == 2
@@ -78,6 +84,10 @@ class FsdpEngine:
         return norm
 
     def state(self) -> State:
+        # A forward without a backward (validation) leaves gathered, 16-bit weights in place of the masters.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         model = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         return model | optimizer_state(self.optimizer, dict(self.model.named_parameters()))
 

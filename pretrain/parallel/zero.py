@@ -7,9 +7,11 @@ reduced (all stages) in fp32, twice the bytes of FSDP2's bf16 gathers.
 Stage 1 accumulates whole gradients on every rank until the last micro-batch; 2 and 3 reduce each micro-batch.
 """
 
+import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,42 +29,10 @@ from pretrain.model.loss import LossSums
 from pretrain.parallel.engine import State, model_inputs
 from pretrain.parallel.optimizer_state import moments
 
-# Settings of DeepSpeed that other tables of the config decide.
-_OURS = {
-    "train_batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "gradient_clipping": "train.grad_clip",
-    "optimizer": "[optimizer]",
-    "scheduler": "[schedule]",
-    "bf16": "precision.compute",
-    "fp16": "precision.compute",
-    "torch_autocast": "precision.compute",
-    "communication_data_type": "precision.reduce",
-    "data_types": "precision.reduce",
-    "zero_allow_untested_optimizer": "[optimizer]",
-    "activation_checkpointing": "[activation_checkpoint]",
-    "wandb": "metrics.sinks",
-    "tensorboard": "metrics.sinks",
-}
-
 
 def deepspeed_config(cfg: Config, accumulation: int) -> dict[str, Any]:
-    """The dictionary for deepspeed.initialize; ConfigError for a key of `[deepspeed]` that another table decides."""
-    for key, owner in _OURS.items():
-        if key in cfg.deepspeed:
-            raise ConfigError(f"deepspeed.{key}={cfg.deepspeed[key]!r}: {owner} decides this; set it there")
+    """The dictionary for deepspeed.initialize: what the tables say, and `[deepspeed]`, which the config has checked."""
     zero = dict(cfg.deepspeed.get("zero_optimization", {}))
-    if zero.get("stage", cfg.parallel.zero_stage) != cfg.parallel.zero_stage:
-        raise ConfigError(
-            f"deepspeed.zero_optimization.stage={zero['stage']} and parallel.zero_stage={cfg.parallel.zero_stage} "
-            f"differ; leave the first out"
-        )
-    if cfg.precision.reduce != "fp32":
-        raise ConfigError(
-            f'precision.reduce="{cfg.precision.reduce}" is not available with parallel.engine="zero"; '
-            f'set precision.reduce="fp32" or use parallel.engine="fsdp"'
-        )
     autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     return (
         cfg.deepspeed
@@ -83,6 +53,7 @@ def import_deepspeed(device: torch.device) -> Any:
     """The module, told which accelerator it has and to keep to warnings; ConfigError where it is not installed."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # a lone process, or srun's ranks, have none
     try:
         import deepspeed
     except ImportError:
@@ -93,6 +64,27 @@ def import_deepspeed(device: torch.device) -> Any:
 
     logger.setLevel(logging.WARNING)
     return deepspeed
+
+
+def build_cpu_op(device: torch.device) -> None:
+    """Compile the collective op that DeepSpeed wants on a CPU, one process at a time.
+
+    torch guards a build with a file that a killed process leaves behind, and every later one then waits for ever. The
+    lock here goes with its process, so a guard that is there while it is held is such a leftover.
+    """
+    if device.type != "cpu":
+        return
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or not builder.is_compatible():
+        return
+    folder = Path(_get_build_directory(builder.NAME, verbose=False))
+    with open(folder / "pretrain.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        builder.load(verbose=False)
 
 
 class ZeroEngine:
@@ -108,6 +100,7 @@ class ZeroEngine:
         self.stage = cfg.parallel.zero_stage
         settings = deepspeed_config(cfg, accumulation)
         deepspeed = import_deepspeed(device)
+        build_cpu_op(device)
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_init_required=False)
         model = self._build(deepspeed, build_model, settings)

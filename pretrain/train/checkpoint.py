@@ -155,14 +155,16 @@ def choose(run: Path, world: World, say: Callable[[str], None]) -> Path | None:
     None: nothing was ever committed. CheckpointError: there are checkpoints but none is whole.
     """
     found = broadcast_object(folder.list_checkpoints(run) if world.first else None, world)
+    newest = ""
     for candidate in reversed(found):
         problem = candidate.problem or verify_together(candidate.path, world)
         if problem is None:
             return Path(candidate.path)
         say(f"checkpoint {candidate.path.name} is passed over: {problem}")
+        newest = newest or f"{candidate.path.name}: {problem}"
     if found:
         raise CheckpointError(
-            f"{run}: none of {len(found)} checkpoints is whole (newest: {found[-1].path.name}: {found[-1].problem}); "
+            f"{run}: none of {len(found)} checkpoints is whole (newest: {newest}); "
             f"restore one, or start elsewhere: this run is not begun again from step 0 over them"
         )
     return None

@@ -85,8 +85,8 @@ def _attempt(
     try:
         try:
             trainer = setup.trainer(stop, resume, allow_change)
-        except CheckpointError as e:  # damaged, of another shape, or no room: nothing has begun
-            raise ConfigError(str(e)) from e
+        except (ConfigError, DataError, CheckpointError) as e:  # also damaged, of another shape, or no room
+            return "refused", 0, str(e)
         reason = trainer.train()
         stop.honoured(ranks)
         status: Status = "finished" if reason is Reason.none else reason.name  # type: ignore[assignment]
@@ -94,10 +94,10 @@ def _attempt(
             event = {"finished": "finish", "preempted": "preempt"}.get(status, "stop")
             setup.sinks.event(event, trainer.done, reason=status)
         return status, trainer.done, ""
-    except (ConfigError, DataError) as e:
-        return "refused", 0, str(e)
+    except DataError as e:
+        return "refused", trainer.done, str(e)
     except AnomalyError as e:
-        return "anomaly", 0, str(e)
+        return "anomaly", trainer.done, str(e)
     finally:
         setup.close()
 

@@ -106,14 +106,14 @@ def next_attempt(run: Path) -> int:
     """One more than the last start that events.jsonl knows of."""
     last = -1
     try:
-        with open(run / "events.jsonl", encoding="utf-8") as f:
+        with open(run / "events.jsonl", encoding="utf-8", errors="replace") as f:
             for line in f:
                 try:
                     record = json.loads(line)
-                except ValueError:
-                    continue  # a line cut by a crash
-                if record.get("event") == "start":
-                    last = max(last, int(record.get("attempt", last)))
+                    if record["event"] == "start":
+                        last = max(last, int(record["attempt"]))
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line cut by a crash, or none of ours
     except FileNotFoundError:
         pass
     return last + 1
@@ -177,10 +177,10 @@ def git_revision() -> dict[str, Any] | None:
 
 def _refuse_another_run(cfg: Config, run: Path) -> None:
     try:
-        name = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("run", {}).get("name")
+        name = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["run"]["name"]
     except FileNotFoundError:
         return
-    except (OSError, tomllib.TOMLDecodeError) as e:
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{run / 'config.toml'} cannot be read ({e}); choose another run.dir") from None
     if name != cfg.run.name:
         raise ConfigError(

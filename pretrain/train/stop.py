@@ -22,6 +22,7 @@ class Reason(IntEnum):
     time_limit = 1  # SIGUSR1: the scheduler's warning before the end
     preempted = 2  # SIGTERM
     user = 3  # SIGINT or RUN/STOP: a person decided, so nothing may start the run again by itself
+    data = 4  # the next step's rows cannot be read
 
 
 _SIGNALS = {
@@ -40,11 +41,13 @@ class Stop:
         self._file = run / STOP_FILE
         self._heard = Reason.none
         self._count = 0
+        self._settled = False  # whether the ranks have met for a step: before that there is nothing to save
         self.hurry = False  # agreed: a second signal came, so no new checkpoint while one is being written
 
-    def agreed(self, world: World) -> Reason:
+    def agreed(self, world: World, *, no_data: bool = False) -> Reason:
         """Collective, once a step: the reason to stop now that any rank knows of."""
-        mine = self._heard
+        self._settled = True
+        mine = Reason.data if no_data else self._heard
         if world.first and self._file.exists():
             mine = max(mine, Reason.user)
         hurry, reason = divmod(agree_max(int(mine) + _HURRY * (self._count > 1), world), _HURRY)
@@ -69,5 +72,8 @@ class Stop:
     def _hear(self, number: int, frame: types.FrameType | None) -> None:
         self._heard = max(self._heard, _SIGNALS[signal.Signals(number)])
         self._count += 1
+        if self._count > 1 and not self._settled:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         what = "saving and leaving after this step" if self._count == 1 else "leaving as fast as is safe"
         os.write(2, f"{signal.Signals(number).name} heard: {what}\n".encode())

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data_prep.errors import DataError
 from pretrain.config import Config
-from pretrain.data.loader import Loader
-from pretrain.dist import World
+from pretrain.data.loader import Loader, Step
+from pretrain.dist import World, gather_objects
 from pretrain.errors import AnomalyError
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.sinks import Sinks
@@ -54,19 +55,20 @@ class Trainer:
         self.done, self.rows_consumed, self.attempt, self.world = done, rows_consumed, attempt, world
         self.watchdog = watchdog
         self.saved = done  # the newest step that is in a checkpoint
+        self._begun = done
+        self._data_error: DataError | None = None
         self._norms: list[Tensor] = []  # of the steps not yet looked at for anomalies
 
     def train(self) -> Reason:
         """Train to the last step, or to an agreed stop; the reason (none: finished). All that was done is saved."""
         cfg, engine, meter = self.cfg, self.engine, self.meter
-        stopping = self.stop.agreed(self.world)
+        upcoming = self.fetch()
+        stopping = self.stop.agreed(self.world, no_data=upcoming is None)
         meter.restart_clock()
         with garbage_collection_at_fixed_steps(cfg.run.gc_every) as collect, self.watchdog.watching():
             while self.done < cfg.steps and not stopping:
-                lr = lr_at(self.done + 1, cfg)
-                waited = self.loader.data_wait_seconds
-                step = self.loader.step(self.rows_consumed)
-                waited = self.loader.data_wait_seconds - waited
+                lr, step = lr_at(self.done + 1, cfg), upcoming
+                assert step is not None
                 for index, batch in enumerate(step.batches):
                     sums = engine.forward(batch)
                     engine.backward(sums.total / step.targets, last=index == len(step.batches) - 1)
@@ -74,6 +76,9 @@ class Trainer:
                 self._norms.append(engine.step(lr))
                 self.done += 1
                 self.rows_consumed += cfg.train.global_batch_size
+                waited = self.loader.data_wait_seconds
+                upcoming = self.fetch()
+                waited = self.loader.data_wait_seconds - waited
                 meter.step_done(tokens=step.tokens, targets=step.targets, data_wait=waited)
                 self.watchdog.beat(self.done)
                 self.checkpointer.raise_if_failed()
@@ -83,11 +88,24 @@ class Trainer:
                     self.check_anomalies()
                 if self.evaluate is not None and due(self.done, cfg.eval.every, cfg.steps):
                     self.validate(self.evaluate)
-                stopping = self.stop.agreed(self.world)
+                stopping = self.stop.agreed(self.world, no_data=upcoming is None and self.done < cfg.steps)
                 if stopping or due(self.done, cfg.checkpoint.every, cfg.steps):
                     self.save(background=cfg.checkpoint.async_ and not stopping and self.done < cfg.steps)
         self.checkpointer.wait()
+        if stopping is Reason.data and self.done < cfg.steps:
+            why = next(filter(None, gather_objects(str(self._data_error or ""), self.world)))
+            if self.done == self._begun:
+                raise DataError(why)
+            raise AnomalyError(f"step {self.done + 1} has no data: {why}")
         return stopping if self.done < cfg.steps else Reason.none
+
+    def fetch(self) -> Step | None:
+        """The rows of the next step; None where they cannot be read, which all ranks then agree to stop for."""
+        try:
+            return self.loader.step(self.rows_consumed) if self.done < self.cfg.steps else None
+        except DataError as e:
+            self._data_error = e
+            return None
 
     def validate(self, evaluate: Evaluate) -> None:
         """Validation metrics of this step; left out when a stop comes meanwhile."""

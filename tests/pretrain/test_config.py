@@ -84,6 +84,9 @@ REFUSED = [
     ("schedule.warmup_steps=200_000", ["schedule.warmup_steps=200000", "100000 steps"]),
     ("parallel.zero_stage=2", ["parallel.zero_stage", 'engine="fsdp"', "remove"]),
     ("deepspeed.steps_per_print=5", ["[deepspeed]", 'engine="fsdp"']),
+    ("deepspeed.fp16={enabled=true} + parallel.engine=zero", ["deepspeed.fp16", "precision.compute"]),
+    ("deepspeed.foo=1 + parallel.engine=zero", ["deepspeed.foo=1", "zero_optimization"]),
+    ("deepspeed.zero_optimization={stage=1} + parallel.engine=zero", ["zero_optimization", "zero_stage=3"]),
     ("optimizer.momentum=0.9", ["optimizer.momentum", "adamw"]),
     ("metrics.wandb_mode=offline", ["metrics.wandb_mode", "metrics.sinks"]),
     ("init.load=all", ["init.load", "init.from"]),
@@ -97,7 +100,7 @@ REFUSED = [
 @pytest.mark.parametrize(("override", "parts"), REFUSED, ids=[override for override, _ in REFUSED])
 def test_a_wrong_setting_is_refused_with_key_values_and_mend(base: Path, override: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(base, [override])
+        load_config(base, override.split(" + "))
     for part in parts:
         assert part in str(caught.value)
 

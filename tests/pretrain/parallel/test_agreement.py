@@ -175,3 +175,22 @@ def test_compiled_blocks_and_bf16_stay_near_fp32(one_process: list[Result]) -> N
     fsdp, *zero = results[3:]
     for result in zero:
         assert_agree(fsdp, result, "zero against fsdp in bf16", curve=1e-2, weights=5e-3)
+
+
+def build_op_behind(leftover: bool) -> bool:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    from pretrain.parallel.zero import build_cpu_op, import_deepspeed
+
+    import_deepspeed(torch.device("cpu"))
+    lock = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
+    if leftover:
+        lock.touch()
+    build_cpu_op(torch.device("cpu"))
+    return lock.exists()
+
+
+@pytest.mark.slow
+def test_a_build_that_was_killed_does_not_hang_every_later_start() -> None:
+    """torch's own guard file would be waited for without end."""
+    assert run_ranks(build_op_behind, 2, True, timeout=400) == [False, False]

@@ -1,7 +1,6 @@
 """`python faulty.py FAULT ARGUMENTS`: `pretrain ARGUMENTS`, made to go wrong on rank 1. Not a test itself.
 
-FAULT: none; prepare (rank 0 raises in what it alone does before training); forward, loader, save (raise at step 5);
-hang (never come back from step 5); slow (0.05 s a step more).
+FAULT: none; forward, loader, save (raise at step 5); hang (never come back from step 5); slow (0.05 s more a step).
 """
 
 import os

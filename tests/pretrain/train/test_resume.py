@@ -35,7 +35,8 @@ def attempt(ranks: Any, root: str, changes: dict[str, Any], stop_after: int | No
     from pretrain.train.run import train_in
     from pretrain.train.stop import Stop
 
-    changes = dict(changes)
+    # Validation before every save: a forward without a backward must leave no trace in a checkpoint.
+    changes = {"eval__every": 1} | changes
     run = Path(root, changes.pop("name"))
     cfg = small_config(run, Path(root, "data"), **changes)
     plain = Sinks.write

@@ -21,7 +21,7 @@ from pretrain.metrics.jsonl import read_records
 from pretrain.model.loss import LossSums
 from pretrain.parallel.build import build_engine
 from pretrain.train import checkpoint_folder as folder
-from pretrain.train.checkpoint import load_model_weights
+from pretrain.train.checkpoint import SafeReader, load_model_weights, read_state
 from pretrain.train.evaluate import evaluate
 from pretrain.train.optimizer import build_optimizer, describe_groups
 from pretrain.train.run import read_outcome, train_in
@@ -124,6 +124,49 @@ def test_a_damaged_shard_stops_the_run_by_name(tmp_path: Path, ranks: World) -> 
     shard.write_bytes(raw)
     assert start(ranks, small_config(tmp_path / "run", data)) == "refused"
     assert "train-00000.tok" in outcome(tmp_path / "run")["message"]
+
+
+def test_a_shard_found_damaged_in_mid_run_saves_the_steps_that_were_good(
+    tmp_path: Path, ranks: World, monkeypatch: pytest.MonkeyPatch, data: Path
+) -> None:
+    from data_prep.errors import DataError
+    from pretrain.data.loader import Loader, Step
+
+    plain = Loader.step
+
+    def step(self: Loader, rows_consumed: int, rows: int | None = None) -> Step:
+        if rows_consumed >= 3 * 12:
+            raise DataError("train-00000.tok: block 7 does not match its checksum")
+        return plain(self, rows_consumed, rows)
+
+    monkeypatch.setattr(Loader, "step", step)
+    assert start(ranks, small_config(tmp_path, data)) == "anomaly"
+    found = outcome(tmp_path)
+    assert (found["status"], found["step"]) == (70, 3)
+    assert "step 4 has no data: train-00000.tok: block 7" in found["message"]
+    assert [c.step for c in folder.list_checkpoints(tmp_path)] == [3]
+
+
+def test_a_checkpoint_after_validation_holds_masters_and_moments(tmp_path: Path, data: Path, ranks: World) -> None:
+    """Validation leaves gathered 16-bit weights behind, which are no masters and have no moments."""
+    for name, every in (("with", 2), ("without", 0)):
+        cfg = small_config(
+            tmp_path / name, data, train__steps=2, eval__every=every, precision__compute="bf16", checkpoint__every=2
+        )
+        assert start(ranks, cfg) == "finished"
+    expected, got = (whole_state(tmp_path / name) for name in ("without", "with"))
+    for name, tensor in expected.items():
+        assert tensor.dtype == got[name].dtype == torch.float32, name
+        assert torch.equal(tensor, got[name]), name
+    assert got["optim.exp_avg.norm.weight"].abs().max() > 0
+
+
+def whole_state(run: Path) -> dict[str, torch.Tensor]:
+    newest = folder.newest_whole(run)
+    stored = SafeReader(newest).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    read_state(newest, state)
+    return state
 
 
 def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path, data: Path, ranks: World) -> None:
