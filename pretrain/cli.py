@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.config import Config
 from pretrain.errors import CheckpointError, ConfigError
 
 
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
-    cli_plan.add_parser(commands)
+    cli_plan.add_parser(commands, _trace)
     cli_model.add_parser(commands)
     cli_doctor.add_parser(commands)
     _add_checkpoint(commands)
@@ -98,6 +99,15 @@ def _train(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _trace(cfg: Config, gpus: int, as_json: bool) -> str:
+    """`pretrain plan --trace` builds the trainer's engine, which `plan` is not above."""
+    from pretrain.metrics.jsonl import encode
+    from pretrain.train import trace
+
+    traced = trace.trace(cfg, gpus)
+    return encode(trace.as_json(traced)) if as_json else trace.render(traced)
 
 
 def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

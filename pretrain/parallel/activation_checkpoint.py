@@ -55,6 +55,7 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 def kept_ops() -> set[Any]:
     """The operators whose outputs selective keeps, those that this torch has."""
     ops = {getattr(torch.ops.aten, name).default for name in _KEEP_NAMES if hasattr(torch.ops.aten, name)}
+    ops.add(torch.ops._c10d_functional.reduce_scatter_tensor.default)  # tensor parallel: no second one in backward
     varlen = getattr(torch.ops, "torch_attn", None)
     if varlen is not None and hasattr(varlen, "_varlen_attn"):
         ops.add(varlen._varlen_attn.default)

@@ -87,7 +87,8 @@ class _Embedding(nn.Embedding):
         row = tokens - self.group.rank * weight.size(0)
         elsewhere = (row < 0) | (row >= weight.size(0))
         x = F.embedding(row.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return scatter_sequence(x, self.group)
+        # A copy, since fully_shard hangs its hooks on what this returns and warns where that is a view.
+        return scatter_sequence(x, self.group).clone(memory_format=torch.contiguous_format)
 
 
 class _Head(Head):

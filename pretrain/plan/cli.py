@@ -1,15 +1,19 @@
-"""`pretrain plan`: parse, call, print. Never loads torch, so that it answers at once on a login node."""
+"""`pretrain plan`: parse, call, print. Never loads torch but for --trace, so that a login node answers at once."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
+from pretrain.config import Config
 
-def add_parser(subparsers: Any) -> None:
+
+def add_parser(subparsers: Any, trace: Callable[[Config, int, bool], str] | None = None) -> None:
+    """`trace` (config, ranks, whether as JSON) is what --trace runs; it lives above this floor, and loads torch."""
     parser = subparsers.add_parser(
         "plan",
         help="parameters, FLOPs, memory, time, energy of a run before it starts",
         description="What a config costs: counts are exact, memory and time are predicted (benchmarks/planner.py "
-        "prints how well). Never loads torch.",
+        "prints how well). Never loads torch, but for --trace.",
     )
     parser.add_argument("config", help="a TOML config")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -35,7 +39,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit by predicted tokens/s")
     parser.add_argument("--top", type=_count, default=10, help="layouts that --search shows (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=run)
+    if trace is not None:
+        about = "build the real model on a fake world of --gpus ranks, trace one step and count a rank's bytes"
+        parser.add_argument("--trace", action="store_const", const=trace, help=about)
+    parser.set_defaults(run=run, trace=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
     )
     cfg = load_config(args.config, args.overrides)
     gpus = args.gpus or default_gpus(cfg)
+    if args.trace is not None:
+        print(args.trace(cfg, gpus, args.json))
+        return 0
     if args.search:
         found, tried = search(cfg, gpus, assumptions, top=args.top)
         result = {"device": assumptions.device.name, "gpus": gpus, "tried": tried, "layouts": found}
@@ -70,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _count(text: str) -> int:
     value = float(text.replace("_", ""))
-    if value != int(value) or value < 1:
+    if not 1 <= value < 1e18 or value != int(value):
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 is wanted, not {text!r}")
     return int(value)
 
