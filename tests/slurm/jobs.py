@@ -13,6 +13,7 @@ from launch import ledger, run_folder
 from tests.launch.tiny_run import ROOT, write_config
 from tests.slurm.lab import Lab
 
+STEPS = 40  # of a run that is to finish
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -94,7 +95,7 @@ def submit(
     name: str,
     *,
     nodes: int = 2,
-    steps: int = 30,
+    steps: int = STEPS,
     launcher: str = "torchrun",
     cluster: dict[str, dict[str, str]] | None = None,
     **config: dict[str, Any],
@@ -111,7 +112,9 @@ def submit(
 def weights(run: Path, step: int) -> dict[str, bytes]:
     """Every file of tensors of a checkpoint."""
     folder = run / "checkpoints" / f"step-{step:08d}"
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
+    found = {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
+    assert len(found) == 4, f"{folder} has not the tensors of 4 ranks: {list(found)}"
+    return found
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -16,10 +16,10 @@ import pytest
 
 from tests.launch.tiny_run import ROOT, write_config
 from tests.slurm import jobs
+from tests.slurm.jobs import STEPS
 from tests.slurm.lab import Lab, freeze, ranks_of, thaw
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +46,26 @@ def undisturbed(lab: Lab, data: Path, tmp_path_factory: pytest.TempPathFactory) 
     return jobs.weights(one.run, STEPS)
 
 
-def hold(job: jobs.Job, node: int = -1) -> int:
-    """Freeze a rank of a running job after a few steps; its pid."""
-    job.wait_for_step(3)
-    where = ranks_of(job.newest())
-    pid = where[sorted(where)[node]][-1]
-    freeze(pid)
-    assert job.steps() < STEPS - 5, "too late to disturb"
-    return pid
+def hold(*started: jobs.Job) -> list[int]:
+    """Freeze the last rank of each of these jobs as soon as it has done a few steps; their pids."""
+    held: dict[str, int] = {}
+
+    def all_held() -> bool:
+        for job in started:
+            if job.id not in held and job.steps() >= 3:
+                where = ranks_of(job.id)
+                held[job.id] = where[max(where)][-1]
+                freeze(held[job.id])
+                assert job.steps() < STEPS - 5, "too late to disturb"
+        return len(held) == len(started)
+
+    jobs.wait_for(all_held, "third step", run=started[0].run)
+    return [held[job.id] for job in started]
 
 
 def test_the_warning_before_the_time_limit_saves_requeues_resumes_and_finishes(lab, data, tmp_path, undisturbed):
     started = [jobs.submit(lab, tmp_path, data, launcher, launcher=launcher) for launcher in ("torchrun", "srun")]
-    held = [hold(job) for job in started]
+    held = hold(*started)
     for job in started:
         lab.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
     for job, pid in zip(started, held, strict=True):
@@ -78,7 +85,7 @@ def test_the_warning_before_the_time_limit_saves_requeues_resumes_and_finishes(l
 
 def test_a_preempted_job_saves_in_its_grace_comes_back_and_finishes(lab, data, tmp_path, undisturbed):
     job = jobs.submit(lab, tmp_path, data, "preempted", cluster={"slurm": {"partition": '"low"'}})
-    pid = hold(job)
+    [pid] = hold(job)
     lab.call("sbatch", "-p", "high", "-N3", "-c4", "--ntasks-per-node=1", "-o", "/dev/null", "--wrap", "sleep 5")
     job.wait_for_text("TERM heard, telling the ranks")
     thaw(pid)
@@ -107,7 +114,7 @@ def test_a_lost_node_brings_the_job_back_on_what_is_left(lab, data, tmp_path, un
 def test_a_node_whose_rank_dies_is_left_out_of_the_next_job(lab, data, tmp_path, undisturbed):
     retry = {"retry": {"node_failures": "1"}}
     job = jobs.submit(lab, tmp_path, data, "crashed", cluster=retry, checkpoint={"every": 2, "async": False})
-    pid = hold(job)
+    [pid] = hold(job)
     bad = jobs.environment_of(pid)["SLURMD_NODENAME"]
     os.kill(pid, signal.SIGKILL)
     jobs.wait_for(lambda: job.newest() != job.id, "resubmission", run=job.run)
