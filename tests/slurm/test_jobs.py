@@ -64,6 +64,7 @@ def hold(*started: jobs.Job) -> list[int]:
 
 
 def test_the_warning_before_the_time_limit_saves_requeues_resumes_and_finishes(lab, data, tmp_path, undisturbed):
+    # G44
     started = [jobs.submit(lab, tmp_path, data, launcher, launcher=launcher) for launcher in ("torchrun", "srun")]
     held = hold(*started)
     for job in started:
