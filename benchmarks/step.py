@@ -143,7 +143,7 @@ def _update(model: nn.Module, loss_of: Callable[[Batch], Tensor]) -> Step:
 
 
 def floor(shape: Shape, precision: str) -> Step:
-    """The matrix products and the attention of a step, on random numbers."""
+    """The matrix products and the attention of a step, on random numbers, products into tensors made before."""
     model, tokens = shape.model, shape.batch * shape.seq_len
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     d, h, k, q, f = model.d_model, model.n_heads, model.n_kv_heads, model.head_dim, model.d_ff
@@ -151,6 +151,8 @@ def floor(shape: Shape, precision: str) -> Step:
     linears = layer * model.n_layers + [(d, model.vocab_size)]
     weights = {pair: torch.randn(pair[1], pair[0], dtype=dtype) for pair in set(linears)}
     values = {n: torch.randn(tokens, n, dtype=dtype) for pair in set(linears) for n in pair}
+    wide = {n: torch.empty_like(value) for n, value in values.items()}
+    gradients = {pair: torch.empty_like(weight) for pair, weight in weights.items()}
     query, key, value = (
         torch.randn(shape.batch, shape.seq_len, n, q, dtype=dtype).transpose(1, 2).requires_grad_() for n in (h, k, k)
     )
@@ -159,9 +161,9 @@ def floor(shape: Shape, precision: str) -> Step:
     def step(batch: Batch) -> None:
         for pair in linears:
             x, weight, dy = values[pair[0]], weights[pair], values[pair[1]]
-            F.linear(x, weight)
-            torch.mm(dy, weight)
-            torch.mm(dy.t(), x)
+            torch.mm(x, weight.t(), out=wide[pair[1]])
+            torch.mm(dy, weight, out=wide[pair[0]])
+            torch.mm(dy.t(), x, out=gradients[pair])
         for _ in range(model.n_layers):
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=h != k)
             torch.autograd.grad(out, (query, key, value), grad)
