@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,32 +34,28 @@ def train_tokenizer(
     sample_mib: float = SAMPLE_MIB,
     character_coverage: float = CHARACTER_COVERAGE,
 ) -> tokenizer.Tokenizer:
-    """Writes the tokenizer into the folder `out` and returns it, loaded from there."""
+    """Writes the tokenizer into the folder `out`, whole or not at all, and returns it, loaded from there."""
     if kind not in KINDS:
         raise DataError(f"kind={kind!r} is none of {', '.join(KINDS)}")
     least = 4 + 256 + 1 if kind == "sentencepiece" else len(SPECIAL_TOKENS) + 256
     if not least <= vocab_size < 2**31:
         raise DataError(f"vocab_size={vocab_size} is too small: special tokens and single bytes alone are {least}")
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"--out {out} exists and is not empty; choose another folder or remove it")
     files, _ = sources.find(inputs, exclude=exclude)
     budget = int(sample_mib * 2**20)
     texts = sample(files, budget, text_key)
     first = next(texts, None)
     if first is None:
         raise DataError(f"{', '.join(inputs)}: no text to train a tokenizer on")
-    folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     chained = (text for part in ([first], texts) for text in part)
     if kind == "sentencepiece":
         _train_sentencepiece(chained, folder, vocab_size, character_coverage)
     else:
         _train_bpe(chained, folder, vocab_size)
-    trained = tokenizer.load_tokenizer(folder)
-    if trained.vocab_size != vocab_size:
-        raise DataError(
-            f"vocab_size={vocab_size} is too large for this text: it yields {trained.vocab_size} tokens;"
-            " give more text or ask for fewer"
-        )
-    return trained
+    return tokenizer.load_tokenizer(folder)
 
 
 def sample(files: Sequence[sources.File], budget: int, text_key: str) -> Iterator[str]:
@@ -141,6 +138,11 @@ def _train_bpe(texts: Iterator[str], folder: Path, vocab_size: int) -> None:
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
+    if library.get_vocab_size() != vocab_size:  # before anything is written: the folder stays free for another try
+        raise DataError(
+            f"vocab_size={vocab_size} is too large for this text: it yields {library.get_vocab_size()} tokens;"
+            " give more text or ask for fewer"
+        )
     library.save(str(folder / "tokenizer.json"))
     bos, eos, pad = SPECIAL_TOKENS
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": pad}

@@ -377,6 +377,10 @@ def test_impossible_trainings_are_refused(tmp_path: Path) -> None:
     text.write_text("")
     with pytest.raises(DataError, match="no text to train a tokenizer on"):
         train_tokenizer([str(text)], tmp_path / "out", kind="bpe", vocab_size=500)
+    assert not list((tmp_path / "out").iterdir())  # what failed left nothing, so the folder may be used again
+    (tmp_path / "out" / "thesis.txt").touch()
+    with pytest.raises(DataError, match="exists and is not empty; choose another folder or remove it"):
+        train_tokenizer([str(text)], tmp_path / "out", kind="bpe", vocab_size=500)
 
 
 def test_transformers_reads_the_trained_folders_and_gives_the_same_ids(tokenizers: dict[str, Path]) -> None:
