@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pretrain.config import ActivationCheckpointConfig
-from pretrain.model.llama import Llama
+from pretrain.model.llama import Block, Llama
 
 # Selective keeps what is dear to compute: matrix products and attention. Norms, RoPE, SwiGLU and casts are recomputed.
 _KEEP_NAMES = (
@@ -32,24 +33,35 @@ def apply_activation_checkpoint(model: Llama, cfg: ActivationCheckpointConfig) -
     """Set `recompute` on each block (every k-th for full with `every`)."""
     if cfg.mode == "none":
         return
-    run = _full if cfg.mode == "full" else _selective
     every = cfg.every if cfg.mode == "full" else 1
     for index, block in enumerate(model.layers):
+        assert isinstance(block, Block)
         if index % every == 0:
-            block.recompute = run  # type: ignore[assignment]
+            block.recompute = _full if cfg.mode == "full" else partial(_selective, _last_product(block))
 
 
 def _full(body: Callable[..., Tensor], *args: Any) -> Tensor:
     return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _selective(body: Callable[..., Tensor], *args: Any) -> Tensor:
-    context = partial(create_selective_checkpoint_contexts, _policy)
+def _selective(last: tuple[int, int], body: Callable[..., Tensor], *args: Any) -> Tensor:
+    context = partial(create_selective_checkpoint_contexts, partial(_policy, last))
     return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context)
 
 
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in kept_ops() else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(last: tuple[int, int], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = op in kept_ops() and not (op is torch.ops.aten.mm.default and tuple(args[1].shape) == last)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _last_product(block: Block) -> tuple[int, int]:
+    """Shape of the right factor of a block's last product. Its result goes into a sum, whose backward does not need it,
+    so it is not kept; nor is it computed again, since recomputation stops at the last tensor that is needed."""
+    linear = block.feed_forward.down_proj
+    if isinstance(linear.weight, DTensor):  # cut by tensor parallel
+        outputs, inputs = linear.weight.to_local().shape
+        return inputs, outputs
+    return linear.in_features, linear.out_features  # also where ZeRO-3 has emptied the weight
 
 
 def kept_ops() -> set[Any]:
