@@ -37,6 +37,7 @@ def launch(
     cfg = load_config(config, overrides)
     cfg.layout(nproc)
     run = Path(cfg.run.dir)
+    run_folder.require_free(run, cfg.run.name)
     if port is not None:
         require_free_port(port)
     count, why = torchrun.threads(os.environ, nproc, torchrun.allowed_cores())

@@ -1,14 +1,18 @@
 """Reading a run's folder from outside, without torch: how it ended, how far it is, what went wrong first.
 
-`pretrain train` writes the files; this reads them. Standard library only, so that a batch script's bare python can.
+`pretrain train` writes the files; this reads them. No dependencies, so that a batch script's bare python can.
 """
 
+import fcntl
 import json
 import os
 import re
 import time
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pretrain.errors import ConfigError
 
 
 class Stamp(NamedTuple):
@@ -16,6 +20,29 @@ class Stamp(NamedTuple):
 
     inode: int
     modified_ns: int
+
+
+def require_free(run: Path, name: str) -> None:
+    """Refuse a folder that holds another run, or one that a start of this run is using now; ConfigError.
+
+    The ranks check the same, but a refusal there can leave no outcome in a folder that is not theirs.
+    """
+    try:
+        held = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["run"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        held = name
+    if held != name:
+        raise ConfigError(f"run.dir={str(run)!r} holds the run named {held!r}, not run.name={name!r}; choose another")
+    try:
+        with open(run / "lock", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        who = (run / "lock").read_text(encoding="utf-8")
+        raise ConfigError(
+            f"run.dir={str(run)!r} is in use by {who}; wait for its end or stop it with pretrain-launch stop {run}"
+        ) from None
+    except OSError:
+        return  # no lock yet, or a file system without locks
 
 
 def stamp(run: Path) -> Stamp | None:

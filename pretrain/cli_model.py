@@ -22,8 +22,8 @@ def add_parser(commands: Any) -> None:
     p = commands.add_parser("eval", help="loss and bits per byte of a checkpoint on a data set's validation rows")
     _checkpoint_argument(p)
     p.add_argument("--data", required=True, metavar="DIR", help="a folder made by pretrain-data build --val-fraction")
-    p.add_argument("--seq-len", type=int, metavar="N", help="tokens a row (the run's own)")
-    p.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="rows a forward (4)")
+    p.add_argument("--seq-len", type=_positive, metavar="N", help="tokens a row (the run's own)")
+    p.add_argument("--micro-batch-size", type=_positive, default=4, metavar="N", help="rows a forward (4)")
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=_eval)
 
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (1)")
     p.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest (all)")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest of P together (1)")
-    p.add_argument("--seed", type=int, default=0, metavar="S")
+    p.add_argument("--seed", type=_seed, default=0, metavar="S")
     p.add_argument("--json", action="store_true", help="one object a prompt, with token ids")
     p.set_defaults(run=_generate)
 
@@ -50,6 +50,18 @@ def add_parser(commands: Any) -> None:
     p.add_argument("source", metavar="HF_DIR", type=Path)
     p.add_argument("--out", required=True, type=Path, metavar="CHECKPOINT")
     p.set_defaults(run=_import)
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is wanted, not {text}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not 0 <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"a whole number from 0 to 2^63 - 1 is wanted, not {text}")
+    return int(text)
 
 
 def _checkpoint_argument(p: argparse.ArgumentParser) -> None:

@@ -171,8 +171,8 @@ class DataConfig(Table):
 
 
 class TrainConfig(Table):
-    steps: Positive | None = None  # * optimizer steps, or:
-    tokens: Annotated[Float, Field(gt=0)] | None = None  # row positions to train on; rounded up to whole steps
+    steps: Annotated[Int, Field(ge=1, le=10**12)] | None = None  # * optimizer steps, or:
+    tokens: Annotated[Float, Field(gt=0, le=1e18)] | None = None  # row positions to train on; rounded up to whole steps
     global_batch_size: Positive  # * rows per optimizer step, over all ranks and micro-batches
     micro_batch_size: Positive = 1  # rows per data-parallel replica and forward
     grad_clip: Annotated[Float, Field(ge=0)] = 1.0  # largest global gradient norm; 0: no clipping

@@ -171,9 +171,12 @@ def extend(
     return Generated(out[:, : int(lengths.max())], lengths)
 
 
+_COLDEST = 1e-6  # below this a division would overflow, and only the likeliest token has a chance anyway
+
+
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """One id a row, int64 [B], from logits [B, V]."""
-    if sampling.temperature == 0 or sampling.top_k == 1:
+    if sampling.temperature < _COLDEST or sampling.top_k == 1:
         return logits.argmax(-1)
     probabilities = torch.softmax(likely(logits.float() / sampling.temperature, sampling.top_k, sampling.top_p), -1)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

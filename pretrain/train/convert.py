@@ -5,6 +5,7 @@ written aside and renamed. Exports hold one file's worth of weights in memory at
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -155,10 +156,11 @@ def whole_folder(out: Path, num_bytes: int) -> Iterator[Path]:
     """A folder beside `out` to write into, renamed to `out` at the end; nothing stays of a failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} exists and is not empty; choose another folder or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(out.name + ".partial")
-    if aside.exists():
-        shutil.rmtree(aside)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--out {out} cannot be made: {e}") from None
+    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
     folder.require_room(out.parent, num_bytes + (1 << 20))
     aside.mkdir()
     try:
