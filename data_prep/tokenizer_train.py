@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
