@@ -272,6 +272,26 @@ def test_names_in_a_state_are_plain_whatever_wraps_the_blocks(ranks: World) -> N
     assert not [k for k in keys[0] if "_" in k.split(".")[-2] and k.split(".")[-2].startswith("_")]
 
 
+def open_folders(runs: list[str], data: str) -> str:
+    from pretrain.train.run_folder import open_run_folder
+
+    with world(60) as ranks:
+        try:
+            return f"attempt {open_run_folder(small_config(runs[ranks.rank], data), ranks)}"
+        except ConfigError as e:
+            return str(e)
+
+
+def test_ranks_that_see_different_folders_are_refused(tmp_path: Path, data: Path) -> None:
+    """A run folder on each node's own disk would look fine from rank 0."""
+    here, elsewhere = str(tmp_path / "run"), str(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    said = run_ranks(open_folders, 2, [here, elsewhere], str(data))
+    assert "is not the same folder on rank 1" in said[1]
+    assert "file system that all nodes share" in said[1]
+    assert "rank 1" in said[0]
+
+
 class StubBatch(NamedTuple):
     loss_sum: float
     targets: int
