@@ -132,12 +132,12 @@ def broadcast_object(value: Any, world: World) -> Any:
 
 def all_ranks_ok(error: BaseException | None, world: World) -> None:
     """Raise on every rank when any failed, with the first failing rank's message on the others."""
-    texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}", world)
+    texts = gather_objects(None if error is None else f"on {host()} failed: {error}", world)
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
         if text is not None:
-            raise ConfigError(f"rank {rank} on {socket.gethostname()} failed: {text}")
+            raise ConfigError(f"rank {rank} {text}")
 
 
 def host() -> str:
