@@ -130,14 +130,14 @@ def broadcast_object(value: Any, world: World) -> Any:
     return box[0]
 
 
-def all_ranks_ok(error: BaseException | None, world: World) -> None:
-    """Raise on every rank when any failed, with the first failing rank's message on the others."""
+def all_ranks_ok(error: BaseException | None, world: World, otherwise: type[Exception] = ConfigError) -> None:
+    """Raise on every rank when any failed: there the error, on the others `otherwise` with the first one's message."""
     texts = gather_objects(None if error is None else f"on {host()} failed: {error}", world)
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
         if text is not None:
-            raise ConfigError(f"rank {rank} {text}")
+            raise otherwise(f"rank {rank} {text}")
 
 
 def host() -> str:

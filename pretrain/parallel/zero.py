@@ -165,6 +165,8 @@ class ZeroEngine:
     def load(self, state: State) -> None:
         for name, param in self._names.items():
             for prefix, key in self._tensors_of(name):
+                if prefix not in state:
+                    continue  # weights alone
                 value = state[prefix]
                 self._set(param, key, value.full_tensor() if isinstance(value, DTensor) else value)
         if "optim.step" in state:

@@ -60,7 +60,7 @@ class Checkpointer:
                 folder.partial_dir(self.run, step).mkdir()
             except (OSError, CheckpointError) as e:
                 error = e
-        all_ranks_ok(error, self.world)
+        all_ranks_ok(error, self.world, CheckpointError)
         rng = _rng_state()
         if not background:
             self._write(step, state, meta, rng, start)
@@ -114,7 +114,7 @@ class Checkpointer:
             mine = folder.describe_files(where, names)
         except OSError as e:
             error = e
-        all_ranks_ok(error, self._saver)
+        all_ranks_ok(error, self._saver, CheckpointError)
         files = {name: entry for part in gather_objects(mine, self._saver) for name, entry in part.items()}
         if self.world.first:
             folder.commit(self.run, step, files)

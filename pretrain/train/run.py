@@ -118,6 +118,7 @@ class Setup:
             wandb_mode=cfg.metrics.wandb_mode,
             wandb_project=cfg.metrics.wandb_project,
             wandb_entity=cfg.metrics.wandb_entity,
+            resume_step=max((c.step for c in folder.list_checkpoints(self.run) if c.problem is None), default=0),
         )
         self.loader: Loader | None = None
         self.done = lambda: 0  # steps so far, for events of the data

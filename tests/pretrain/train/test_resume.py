@@ -125,7 +125,16 @@ def test_engines_read_each_others_checkpoints_and_go_on_alike(root: Path) -> Non
         shutil.copytree(root / f"{before}-fp32", root / f"{before}-to-{after}")
         only_step_5(root / f"{before}-to-{after}")
         jobs.append((ENGINES[after] | {"name": f"{before}-to-{after}"}, []))
-    run_ranks(run_jobs, 2, str(root), jobs, timeout=600)
+    still = {"optimizer__lr": 1e-12, "optimizer__weight_decay": 0.0, "train__steps": 2}
+    for engine in ("zero1", "zero3"):
+        origin = {"name": f"{engine}-from-fsdp", "init__from": str(root / "fsdp-fp32")}
+        jobs.append((ENGINES[engine] | still | origin, []))
+    ends = run_ranks(run_jobs, 2, str(root), jobs, timeout=900)[0]
+    assert ends == [["finished"]] * len(jobs)
+    trained = final_state(root / "fsdp-fp32")
+    for engine in ("zero1", "zero3"):
+        for name, tensor in final_state(root / f"{engine}-from-fsdp").items():
+            assert not name.startswith("model.") or torch.allclose(tensor, trained[name], atol=1e-6), name
     for before, after in pairs:
         assert_near(root / f"{before}-fp32", root / f"{before}-to-{after}")
 
