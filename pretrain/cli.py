@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,9 +96,11 @@ def _train(args: argparse.Namespace) -> int:
         raise
     except BaseException:
         # A crash. Tear-down would wait for ranks that wait for this one, so leave at once; torchrun ends the others.
+        # Half a second later, so that who watches the ranks can tell the first to go from those it takes along.
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(0.5)
         os._exit(1)
 
 
