@@ -254,7 +254,7 @@ def test_a_save_without_room_is_refused_on_every_rank_and_the_last_checkpoint_st
     first, second = (found["full disk"] for found in two)
     assert str(folder.checkpoints_dir(root / "full")) in first
     assert "bytes and 1,000 are free" in first
-    assert second.startswith("ConfigError: rank 0 on ")
+    assert second.startswith("CheckpointError: rank 0 on ")
     assert "bytes and 1,000 are free" in second
     assert [(c.step, c.problem) for c in folder.list_checkpoints(root / "full")] == [(1, None)]
     assert folder.newest_whole(root / "full") == folder.step_dir(root / "full", 1)
