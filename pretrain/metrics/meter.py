@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -184,8 +185,9 @@ class _Ranks:
 
 def _resident_peak_bytes() -> int:
     """This process's most resident memory so far: the number that stands in for a GPU's on a CPU."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's peak is inherited from the process that started this one
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     import resource
-    import sys
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
