@@ -37,6 +37,10 @@ class WorkerDied(RuntimeError):
     """A worker process ended without a word: killed, or out of memory."""
 
 
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def build(
     settings: plan.Settings,
     tokenizer_path: str | Path,
@@ -47,7 +51,7 @@ def build(
     workers: int = 1,
     task: int = 0,
     num_tasks: int = 1,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    say: Callable[[str], None] = _to_stderr,
 ) -> Manifest | None:
     """Makes the dataset folder `out`, or this task's part of it (then the result is None until `merge`)."""
     if workers < 1 or not 0 <= task < num_tasks:
@@ -65,6 +69,11 @@ def build(
         manifest = Manifest.read(folder)
         if manifest.settings.get("fingerprint") != wanted.fingerprint():
             raise DataError(f"{folder} holds a dataset of other inputs, tokenizer or settings; choose another --out")
+        if changed := _modified_since(folder, wanted):
+            say(
+                f"warning: {len(changed)} input files were modified after {folder} was finished, the first"
+                f" {changed[0]}; what they hold now is not in it: choose another --out to build that"
+            )
         say(f"{folder} is already built from these inputs")
     else:
         _prepare(folder, wanted, tokenizer, seq_len, packing)
@@ -73,10 +82,16 @@ def build(
         if num_tasks > 1:
             say(f"task {task} of {num_tasks} is done; when all are: pretrain-data merge {folder}")
             return None
-    return merge(folder, seq_len=seq_len, packing=packing)
+    return merge(folder, seq_len=seq_len, packing=packing, say=say)
 
 
-def merge(folder: str | Path, *, seq_len: int | None = None, packing: Packing | None = None) -> Manifest:
+def merge(
+    folder: str | Path,
+    *,
+    seq_len: int | None = None,
+    packing: Packing | None = None,
+    say: Callable[[str], None] = _to_stderr,
+) -> Manifest:
     """The manifest over the shards of all tasks, and the rows of one length, by default as the build was told.
 
     Safe to repeat."""
@@ -92,7 +107,22 @@ def merge(folder: str | Path, *, seq_len: int | None = None, packing: Packing | 
     if seq_len:
         pack.pack_dataset(folder, seq_len, packing or "best_fit")
     shutil.rmtree(folder / "build", ignore_errors=True)
-    return Manifest.read(folder)
+    manifest = Manifest.read(folder)
+    share = manifest.settings.get("val_fraction")
+    if share and not manifest.shards("val"):
+        count = sum(info.documents for info in manifest.shards("train"))
+        say(
+            f"warning: there is no validation split: by --val-fraction {share} none of {count} documents fell into it;"
+            " choose a larger share or build from more documents"
+        )
+    return manifest
+
+
+def _modified_since(folder: Path, wanted: plan.Plan) -> list[str]:
+    """Local input files that are younger than the finished dataset."""
+    finished = (folder / "manifest.json").stat().st_mtime_ns
+    times = zip(wanted.pieces, wanted.modified, strict=True)
+    return sorted({piece.path for piece, time in times if time.isdigit() and int(time) > finished})
 
 
 def _tokenizer_info(tokenizer: Tokenizer, settings: plan.Settings) -> TokenizerInfo:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep import sources
+from data_prep import files, sources
 from data_prep.blockfile import whole_file
 from data_prep.errors import DataError
 from data_prep.shard import TokenizerInfo
@@ -52,13 +52,16 @@ class Plan:
     pieces: tuple[sources.Piece, ...]
     units: tuple[tuple[int, ...], ...]  # numbers of pieces
     groups: tuple[tuple[int, ...], ...]  # numbers of units
+    modified: tuple[str, ...]  # of each piece: its file as it was when the build began, see `files.File`
 
     def unit_weight(self, unit: int) -> int:
         return sum(self.pieces[piece].weight for piece in self.units[unit])
 
     def fingerprint(self) -> str:
-        """SHA-256 of everything above: what a finished dataset is known by."""
-        return hashlib.sha256(json.dumps(self.as_json()).encode()).hexdigest()
+        """SHA-256 of everything above but times: what a finished dataset is known by."""
+        lasting = self.as_json()
+        del lasting["modified"]
+        return hashlib.sha256(json.dumps(lasting).encode()).hexdigest()
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -67,6 +70,7 @@ class Plan:
             "pieces": self.pieces,
             "units": self.units,
             "groups": self.groups,
+            "modified": self.modified,
         }
 
     @classmethod
@@ -81,6 +85,7 @@ class Plan:
             tuple(sources.Piece(*piece) for piece in raw["pieces"]),
             tuple(tuple(unit) for unit in raw["units"]),
             tuple(tuple(group) for group in raw["groups"]),
+            tuple(raw["modified"]),
         )
 
     def write(self, path: Path) -> None:
@@ -106,13 +111,15 @@ def put_file(path: Path, content: bytes) -> None:
 
 def make_plan(settings: Settings, tokenizer: TokenizerInfo) -> tuple[Plan, list[str]]:
     """The plan, and notes on what was left out of it."""
-    files, notes = sources.find(settings.inputs, exclude=settings.exclude)
-    total = sum(file.size for file in files)
+    found, notes = files.find(settings.inputs, exclude=settings.exclude)
+    total = sum(file.size for file in found)
     unit_bytes = min(max(total // UNITS_AIMED_AT, UNIT_BYTES[0]), UNIT_BYTES[1])
-    pieces = sources.split(files, unit_bytes)
+    pieces = sources.split(found, unit_bytes)
     units = _runs([piece.weight for piece in pieces], unit_bytes)
     groups = _runs([sum(pieces[i].weight for i in unit) for unit in units], SHARD_BYTES)
-    return Plan(settings, tokenizer, tuple(pieces), units, groups), notes
+    times = {file.path: file.modified for file in found}
+    modified = tuple(times[piece.path] for piece in pieces)
+    return Plan(settings, tokenizer, tuple(pieces), units, groups, modified), notes
 
 
 def differences(one: Plan, other: Plan) -> list[str]:
@@ -127,6 +134,10 @@ def differences(one: Plan, other: Plan) -> list[str]:
     if one.pieces != other.pieces:
         changed = sorted({piece.path for piece in set(one.pieces) ^ set(other.pieces)})
         found.append(f"{len(changed)} input files came, went or changed in size, the first {changed[0]}")
+    elif one.modified != other.modified:
+        pairs = zip(one.pieces, one.modified, other.modified, strict=True)
+        changed = sorted({piece.path for piece, mine, theirs in pairs if mine != theirs})
+        found.append(f"{len(changed)} input files were modified since it began, the first {changed[0]}")
     return found
 
 

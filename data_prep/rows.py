@@ -17,6 +17,7 @@ import numpy as np
 from data_prep.errors import DataError
 from data_prep.row_index import Packing, PackingInfo, RowIndex, index_path, packings, shards_hash
 from data_prep.shard import Manifest, Shard, shard_path
+from data_prep.sums import check_sums
 
 IGNORE = -100  # the label of a position that is no target
 _U64 = np.dtype("<u8")
@@ -312,9 +313,11 @@ def open_rows(
     max_open: int | None = None,
 ) -> Rows:
     """The rows of a split. Without `packing`, best_fit where it was packed, else concat.
-    `max_open` bounds the shards held open.
+    `max_open` bounds the shards held open. Manifest and tokenizer must be as they were written.
     """
     manifest = Manifest.read(folder)
+    if manifest.tokenizer.files:
+        check_sums(Path(folder), places=False)
     if split not in manifest.splits:
         raise DataError(f"{folder} has no split {split!r}; it has {', '.join(manifest.splits) or 'none'}")
     found = packings(folder, split)

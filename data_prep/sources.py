@@ -1,6 +1,6 @@
-"""What the user points at -> documents, each with its place: files, folders, globs, fsspec addresses, hub datasets.
+"""Files -> documents, each with its place: text, JSON lines, JSON, parquet, hub datasets.
 
-`find` lists the files, `split` cuts them into pieces that depend on the input alone (never on the number of
+`files` lists the files, `split` cuts them into pieces that depend on the input alone (never on the number of
 workers), `read` yields the documents of a piece. `build` and `tokenizer_train` are the users; bytes and
 compression live in `streams`. This is the only file that imports `datasets`.
 
@@ -10,40 +10,24 @@ mark at a file's start is dropped; everything else (CRLF, U+2028, ...) stays as 
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import io
 import itertools
 import json
-import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from pydantic_core import from_json
 
 from data_prep import streams
 from data_prep.errors import DataError
+from data_prep.files import File, hub_parts
 
-TEXT_SUFFIXES = frozenset(
-    ".txt .text .md .markdown .rst .tex .html .htm .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .m"  # noqa: SIM905
-    " .java .kt .scala .js .mjs .jsx .ts .tsx .go .rs .rb .php .pl .lua .jl .r .hs .ml .swift .sh .bash .sql"
-    " .css .toml .yaml .yml .ini .cfg .lean .v .f90".split()
-)
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
-_TEMPORARY = (".tmp", ".temp", ".part", ".partial", ".crdownload", ".swp", ".bak", "~")
 _BOM = b"\xef\xbb\xbf"
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 _COMPRESSED_WEIGHT = 4  # a compressed byte counts as this many when files are grouped
 _HUB_WEIGHT = 1 << 28  # of a shard, whose size is not known beforehand
 _READ_CHARS = 1 << 20
-
-
-class File(NamedTuple):
-    path: str  # as given or found: what the manifest shows
-    format: str  # text | jsonl | json | parquet | hub
-    size: int  # bytes on disk; 0 where unknown (hub)
 
 
 class Piece(NamedTuple):
@@ -76,121 +60,6 @@ class End(NamedTuple):
 Row = Document | BadRow | End
 
 
-# ---- finding files
-
-
-def find(inputs: Sequence[str], *, exclude: Sequence[str] = ()) -> tuple[list[File], list[str]]:
-    """All files of the inputs in a fixed order (as given; sorted by path inside a folder or glob), each once.
-
-    `exclude` holds globs over the path below the folder given, `*` matching `/` too. Also returns notes for the
-    user about what was left out. Raises DataError for an input that names nothing readable.
-    """
-    files: dict[str, File] = {}
-    notes = []
-    for given in inputs:
-        left_out: Counter[str] = Counter()
-        if given.startswith("hub:"):
-            found = [File(given, "hub", 0)]
-        elif not given:
-            raise DataError("an input is the empty string; give a file, folder, glob, address or hub:name")
-        else:
-            found = list(_find_paths(given, exclude, left_out))
-        said = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()))
-        if not found:
-            raise DataError(
-                f"{given}: no file with text (known are {' '.join(FORMATS)}, text and source files, and"
-                f" {' '.join(streams.COMPRESSIONS)} of them)" + (f"; left out: {said}" if said else "")
-            )
-        again = sum(file.path in files for file in found)
-        files.update((file.path, file) for file in found if file.path not in files)
-        if said:
-            notes.append(f"{given}: left out {said}")
-        if again:
-            notes.append(f"{given}: {again} files already came with an earlier input and are taken once")
-    return list(files.values()), notes
-
-
-def _find_paths(given: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
-    if streams.is_remote(given):
-        yield from _find_remote(given, exclude, left_out)
-    elif os.path.isfile(given):
-        yield File(given, _format_of(given) or "text", os.path.getsize(given))
-    elif os.path.isdir(given):
-        yield from _find_below(given, exclude, left_out)
-    elif glob.has_magic(given):
-        # With recursive=True "**" descends; hidden files are matched only where the pattern names the dot.
-        for path in sorted(glob.glob(given, recursive=True)):
-            if os.path.isdir(path):
-                continue  # a folder that happens to match (G04: "b.jsonl/"); "**" names the files below it itself
-            if reason := _left_out(os.path.basename(path), path, exclude):
-                left_out[reason] += 1
-            else:
-                yield File(path, _format_of(path) or "text", os.path.getsize(path))
-    else:
-        raise DataError(f"{given}: no such file or folder")
-
-
-def _find_below(folder: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
-    below = []
-    for root, _, names in os.walk(folder):
-        for name in names:
-            below.append(os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/"))
-    for relative in sorted(below):
-        if reason := _left_out(relative, relative, exclude):
-            left_out[reason] += 1
-            continue
-        path = os.path.join(folder, relative)
-        if os.path.isfile(path):  # not a socket, nor a link to nowhere
-            yield File(path, _format_of(path) or "text", os.path.getsize(path))
-        else:
-            left_out["that are no plain files"] += 1
-
-
-def _find_remote(given: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
-    fs, name = streams.filesystem(given)
-    try:
-        if glob.has_magic(name):
-            details = {k: v for k, v in fs.glob(name, detail=True).items() if v["type"] == "file"}
-            root = ""
-        else:
-            details = fs.find(name, detail=True)
-            root = "" if name in details else name.rstrip("/") + "/"
-    except (OSError, ValueError) as error:
-        raise DataError(f"{given}: cannot be listed: {error}") from error
-    if not details:
-        raise DataError(f"{given}: no such file or folder")
-    for path in sorted(details):
-        relative = path.removeprefix(root) if root else path.rsplit("/", 1)[-1]
-        alone = len(details) == 1 and not root
-        if not alone and (reason := _left_out(relative, path.removeprefix(root), exclude)):
-            left_out[reason] += 1
-            continue
-        yield File(fs.unstrip_protocol(path), _format_of(path) or "text", int(details[path]["size"] or 0))
-
-
-def _left_out(relative: str, full: str, exclude: Sequence[str]) -> str | None:
-    parts = relative.split("/")
-    if any(fnmatch.fnmatchcase(full, pattern) for pattern in exclude):
-        return "excluded"
-    if any(part.startswith(".") for part in parts):
-        return "hidden"
-    if "__pycache__" in parts or parts[-1].endswith(_TEMPORARY):
-        return "temporary"
-    if _format_of(parts[-1]) is None:
-        return "of other kinds"
-    return None
-
-
-def _format_of(path: str) -> str | None:
-    stem, suffix = os.path.splitext(path.lower())
-    compressed = suffix in streams.COMPRESSIONS
-    if compressed:
-        suffix = os.path.splitext(stem)[1]
-    if suffix == ".parquet" and compressed:
-        return None  # parquet compresses inside; its reader has to seek
-    return FORMATS.get(suffix) or ("text" if suffix in TEXT_SUFFIXES else None)
-
-
 # ---- cutting into pieces
 
 
@@ -198,7 +67,7 @@ def split(files: Iterable[File], piece_bytes: int) -> list[Piece]:
     """Pieces of about `piece_bytes` where a file can be cut (plain jsonl at lines, parquet at row groups, a hub
     dataset at its shards), else one piece a file. A function of the files and `piece_bytes` alone."""
     pieces: list[Piece] = []
-    for path, kind, size in files:
+    for path, kind, size, _ in files:
         compressed = path.lower().endswith(streams.COMPRESSIONS)
         if kind == "parquet":
             pieces += _parquet_pieces(path, piece_bytes)
@@ -403,18 +272,12 @@ def _parquet_rows(stream: BinaryIO, piece: Piece, text_key: str) -> Iterator[Any
 
 
 def _hub_dataset(address: str) -> Any:
-    """The streaming dataset of `hub:name[:config][:split]`; the split defaults to train.
-
-    One part after the name is a split if it is called like one, else a config.
-    """
+    """The streaming dataset of `hub:name[:config][:split]`."""
     import datasets
 
-    name, _, rest = address.removeprefix("hub:").partition(":")
-    config, _, split_name = rest.partition(":")
-    if config in ("train", "validation", "test") and not split_name:
-        config, split_name = "", config
+    name, config, split_name = hub_parts(address)
     try:
-        return datasets.load_dataset(name, config or None, split=split_name or "train", streaming=True)
+        return datasets.load_dataset(name, config or None, split=split_name, streaming=True)
     except Exception as error:  # datasets raises many kinds of its own, urllib's and fsspec's
         raise DataError(f"{address}: cannot be loaded by `datasets`: {type(error).__name__}: {error}") from error
 

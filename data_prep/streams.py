@@ -1,6 +1,6 @@
 """Bytes of one input file: local or through fsspec, plain or .gz / .zst / .xz, and its lines.
 
-`sources` stands on this file and is its only user. Nothing here knows documents.
+`files` and `sources` stand on this file. Nothing here knows documents.
 A compressed file may hold several members (gzip, xz) or frames (zstd); one that ends inside a member
 raises DataError, where several readers of the trade would hand out a shorter file.
 """
@@ -36,6 +36,23 @@ def filesystem(path: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:
         raise DataError(f"{path}: cannot be reached through fsspec: {error}") from error
+
+
+def modified(path: str) -> str:
+    """What changes when the file does: its time of modification; for remote files what their system tells, or ""."""
+    try:
+        if is_remote(path):
+            fs, name = filesystem(path)
+            return modified_in(fs.info(name))
+        return str(os.stat(path).st_mtime_ns)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def modified_in(details: dict[str, Any]) -> str:
+    """The same of an entry as fsspec lists it, whose keys differ by file system."""
+    keys = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+    return str(next((details[key] for key in keys if details.get(key)), ""))
 
 
 def open_plain(path: str) -> BinaryIO:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep import sources, tokenizer, tokenizer_hf
+from data_prep import files, sources, tokenizer, tokenizer_hf
 from data_prep.errors import DataError
 
 KINDS = ("sentencepiece", "bpe")
@@ -42,9 +42,9 @@ def train_tokenizer(
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"--out {out} exists and is not empty; choose another folder or remove it")
-    files, _ = sources.find(inputs, exclude=exclude)
+    found, _ = files.find(inputs, exclude=exclude)
     budget = int(sample_mib * 2**20)
-    texts = sample(files, budget, text_key)
+    texts = sample(found, budget, text_key)
     first = next(texts, None)
     if first is None:
         raise DataError(f"{', '.join(inputs)}: no text to train a tokenizer on")
@@ -57,9 +57,9 @@ def train_tokenizer(
     return tokenizer.load_tokenizer(folder)
 
 
-def sample(files: Sequence[sources.File], budget: int, text_key: str) -> Iterator[str]:
+def sample(found: Sequence[files.File], budget: int, text_key: str) -> Iterator[str]:
     """Texts of at most about `budget` characters in all, from places spread evenly over the files."""
-    pieces = sources.split(files, max(1, budget // _SPOTS))
+    pieces = sources.split(found, max(1, budget // _SPOTS))
     total = sum(piece.weight for piece in pieces)
     before = 0  # weight of the pieces so far
     left = budget

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -244,9 +245,11 @@ def test_finished_units_are_not_read_again(tokenizers: dict[str, Path], tmp_path
     settings = Settings((str(tmp_path / "*.txt"),))
     with pytest.raises(DataError, match=r"e\.txt:1: invalid UTF-8: .* --on-bad-row skip"):
         build(settings, tokenizers["bpe"], tmp_path / "out", seq_len=64, say=quiet)
-    for name in "abcd":  # were these read again, they would fail
-        (tmp_path / f"{name}.txt").write_bytes(b"\xff" * 400_000)
-    (tmp_path / "e.txt").write_text("e " * 200_000)
+    for name in "abcde":  # were the first four read again, they would fail
+        path = tmp_path / f"{name}.txt"
+        before = path.stat().st_mtime_ns
+        path.write_bytes(b"e " * 200_000 if name == "e" else b"\xff" * 400_000)
+        os.utime(path, ns=(before, before))
     build(settings, tokenizers["bpe"], tmp_path / "out", seq_len=64, say=quiet)
     tokenizer = load_tokenizer(tokenizers["bpe"])
     texts = [tokenizer.decode(tokens[1:-1]) for tokens in documents(tmp_path / "out", "train")]
@@ -320,6 +323,34 @@ def test_a_finished_folder_is_known_again_packs_other_lengths_and_refuses_other_
             build(other, tokenizers["bpe"], out, seq_len=64, say=quiet)
     with pytest.raises(DataError, match="holds a dataset of other inputs"):
         build(settings, tokenizers["tiktoken"], out, seq_len=64, say=quiet)
+
+
+def test_an_input_that_is_modified_meanwhile_is_refused_even_at_the_same_size(
+    tokenizers: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name in "abcd":
+        (tmp_path / "in" / f"{name}.txt").write_text(f"{name} " * 2000)
+    settings, out, changed = Settings((str(tmp_path / "in"),)), tmp_path / "out", tmp_path / "in" / "b.txt"
+    build(settings, tokenizers["bpe"], out, seq_len=64, task=0, num_tasks=2, say=quiet)  # the only group
+    changed.write_text("c " * 2000)
+    with pytest.raises(DataError, match=r"1 input files were modified since it began, the first .*b\.txt.*remove"):
+        build(settings, tokenizers["bpe"], out, seq_len=64, task=1, num_tasks=2, say=quiet)
+    said: list[str] = []
+    build(settings, tokenizers["bpe"], tmp_path / "two", seq_len=64, say=quiet)
+    changed.write_text("d " * 2000)
+    build(settings, tokenizers["bpe"], tmp_path / "two", seq_len=64, say=said.append)
+    assert re.search(r"1 input files were modified after .*two was finished, the first .*b\.txt", said[0])
+
+    real = worker.PartWriter.add
+
+    def edit_and_add(*arguments: object) -> None:
+        changed.write_text("e " * 2000)
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worker.PartWriter, "add", edit_and_add)
+    with pytest.raises(DataError, match=r"b\.txt: was modified while the build went on; remove .*build"):
+        build(settings, tokenizers["bpe"], tmp_path / "three", seq_len=64, say=quiet)
 
 
 def test_an_unfinished_folder_goes_on_only_with_its_own_build(
@@ -401,6 +432,14 @@ def test_validation_documents_follow_from_their_text_alone(
     assert set(more_val) == set(val)
     assert len(more_val) > len(val)  # the doubles stand on the same side as their originals
     assert not set(more_train) & set(more_val)
+
+
+def test_a_validation_share_that_no_document_falls_into_is_said(tokenizers: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a single document")
+    said: list[str] = []
+    settings = Settings((str(tmp_path / "a.txt"),), val_fraction=1e-6)
+    build(settings, tokenizers["bpe"], tmp_path / "out", seq_len=8, say=said.append)
+    assert said[-1].startswith("warning: there is no validation split: by --val-fraction 1e-06 none of 1 documents")
 
 
 def test_bos_and_eos_are_as_set_and_a_missing_one_is_an_error(tokenizers: dict[str, Path], tmp_path: Path) -> None:

@@ -52,6 +52,24 @@ def test_one_flipped_bit_anywhere_is_found_and_the_file_named(dataset: Path, tmp
     verify(copy)
 
 
+def test_rows_are_refused_where_manifest_or_tokenizer_are_not_as_they_were_written(
+    dataset: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    open_rows(copy, "train", 64)
+    for path in [copy / "manifest.json", *(copy / "tokenizer").iterdir()]:
+        good = path.read_bytes()
+        at = good.rindex(b"1")
+        path.write_bytes(good[:at] + b"2" + good[at + 1 :])
+        with pytest.raises(DataError, match=f"{path.name}: is not as it was written"):
+            open_rows(copy, "train", 64)
+        path.write_bytes(good)
+    shutil.rmtree(copy / "tokenizer")
+    with pytest.raises(DataError, match=r"tokenizer/.*: is not as it was written"):
+        open_rows(copy, "train", 64)
+
+
 def test_a_changed_count_a_missing_and_a_foreign_shard_are_found(
     dataset: Path, tokenizers: dict[str, Path], tmp_path: Path
 ) -> None:

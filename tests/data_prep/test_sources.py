@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_prep import sources, streams
+from data_prep import files, sources, streams
 from data_prep.errors import DataError
 from data_prep.sources import BadRow, Document, Piece
 
@@ -37,8 +37,8 @@ def rows(*texts: object) -> bytes:
 
 
 def read_all(inputs: str | list[str], piece_bytes: int = 1 << 20, **options: object) -> list[Document | BadRow]:
-    files, _ = sources.find([inputs] if isinstance(inputs, str) else inputs)
-    pieces = sources.split(files, piece_bytes)
+    found, _ = files.find([inputs] if isinstance(inputs, str) else inputs)
+    pieces = sources.split(found, piece_bytes)
     found = (row for piece in pieces for row in sources.read(piece, **options))  # type: ignore[arg-type]
     return [row for row in found if not isinstance(row, sources.End)]
 
@@ -131,8 +131,8 @@ def test_a_jsonl_file_in_pieces_gives_the_rows_of_the_whole(tmp_path: Path) -> N
     path = write(tmp_path / "a.jsonl", rows(*wanted))
     for piece_bytes in (1, 100, 1000, 10_000, 1 << 20):
         assert texts(path, piece_bytes) == wanted
-    files, _ = sources.find([path])
-    pieces = sources.split(files, 1000)
+    found, _ = files.find([path])
+    pieces = sources.split(found, 1000)
     ends = [row.lines for piece in pieces for row in sources.read(piece) if isinstance(row, sources.End)]
     assert sum(ends) == 300  # lines, so that the pieces' first lines can be told
     assert [piece.first_line for piece in pieces[:2]] == [1, 0]
@@ -141,8 +141,8 @@ def test_a_jsonl_file_in_pieces_gives_the_rows_of_the_whole(tmp_path: Path) -> N
 def test_parquet_is_cut_at_row_groups_and_counts_rows_through_the_file(tmp_path: Path) -> None:
     wanted = [f"row {i}" for i in range(100)]
     parquet.write_table(pyarrow.table({"body": wanted}), tmp_path / "a.parquet", row_group_size=10)
-    files, _ = sources.find([str(tmp_path)])
-    pieces = sources.split(files, 1)
+    found, _ = files.find([str(tmp_path)])
+    pieces = sources.split(found, 1)
     assert len(pieces) == 10
     assert [piece.first_line for piece in pieces] == list(range(1, 101, 10))
     assert [row.text for piece in pieces for row in sources.read(piece, "body")] == wanted  # type: ignore[union-attr]
@@ -224,9 +224,9 @@ def test_hidden_temporary_and_other_files_are_left_out_and_said(tmp_path: Path) 
     write(tmp_path / "picture.png", b"\x89PNG")
     (tmp_path / "b.jsonl").mkdir()
     for where in (str(tmp_path), str(tmp_path / "*.jsonl"), str(tmp_path / "*")):
-        files, notes = sources.find([where])
-        assert [file.path for file in files] == [str(tmp_path / "a.jsonl")]
-    _, notes = sources.find([str(tmp_path)])
+        found, notes = files.find([where])
+        assert [file.path for file in found] == [str(tmp_path / "a.jsonl")]
+    _, notes = files.find([str(tmp_path)])
     assert notes == [f"{tmp_path}: left out 2 hidden, 1 of other kinds, 2 temporary"]
     assert texts(str(tmp_path)) == ["good"]
 
@@ -236,30 +236,47 @@ def test_order_is_as_given_then_by_path_and_nothing_comes_twice(tmp_path: Path) 
         write(tmp_path / name, name)
     found = texts([str(tmp_path / "c.txt"), str(tmp_path), str(tmp_path / "**" / "*.txt")])
     assert found == ["c.txt", "a/z.txt", "b/10.txt", "b/2.txt"]
-    _, notes = sources.find([str(tmp_path / "c.txt"), str(tmp_path)])
-    assert notes == [f"{tmp_path}: 1 files already came with an earlier input and are taken once"]
+    _, notes = files.find([str(tmp_path / "c.txt"), str(tmp_path)])
+    assert notes == [f"{tmp_path}: 1 files came before, by this name or another, and are taken once"]
+
+
+def test_a_file_is_one_file_by_whatever_names_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "x" / "a.txt", "a")
+    (tmp_path / "x" / "link.txt").symlink_to("a.txt")
+    (tmp_path / "y").symlink_to("x")
+    for names in (
+        ["x", "./x", str(tmp_path / "x"), "x/../x", "y"],
+        ["y/link.txt", "x/a.txt", "./x/*.txt"],
+        ["x", f"file://{tmp_path}/x/a.txt"],
+        ["hub:corpus", "hub:corpus:train", "hub:corpus::train"],
+    ):
+        found, notes = files.find(names)
+        assert len(found) == 1
+        assert sum("by this name or another" in note for note in notes) >= len(names) - 1
+    assert len(files.find(["hub:corpus", "hub:corpus:validation", "hub:corpus:train:train"])[0]) == 3
 
 
 def test_exclude_leaves_out_paths_below_the_input(tmp_path: Path) -> None:
     for name in ("keep.py", "test/a.py", "site-packages/x/b.py", "pkg/test/c.py"):
         write(tmp_path / name, name)
-    files, notes = sources.find([str(tmp_path)], exclude=["test/*", "*/test/*", "site-packages/*"])
-    assert [Path(file.path).name for file in files] == ["keep.py"]
+    found, notes = files.find([str(tmp_path)], exclude=["test/*", "*/test/*", "site-packages/*"])
+    assert [Path(file.path).name for file in found] == ["keep.py"]
     assert notes == [f"{tmp_path}: left out 3 excluded"]
-    files, _ = sources.find([str(tmp_path / "**/*.py")], exclude=["*/test/*", "*/site-packages/*"])
-    assert [Path(file.path).name for file in files] == ["keep.py"]
+    found, _ = files.find([str(tmp_path / "**/*.py")], exclude=["*/test/*", "*/site-packages/*"])
+    assert [Path(file.path).name for file in found] == ["keep.py"]
 
 
 def test_missing_and_textless_inputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere: no such file or folder"):
-        sources.find([str(tmp_path / "nowhere")])
+        files.find([str(tmp_path / "nowhere")])
     write(tmp_path / "only.png", b"x")
     with pytest.raises(DataError, match=r"no file with text .* left out: 1 of other kinds"):
-        sources.find([str(tmp_path)])
+        files.find([str(tmp_path)])
     with pytest.raises(DataError, match="no file with text"):
-        sources.find([str(tmp_path / "*.txt")])
+        files.find([str(tmp_path / "*.txt")])
     with pytest.raises(DataError, match="empty string"):
-        sources.find([""])
+        files.find([""])
 
 
 def test_a_file_named_outright_is_text_whatever_its_suffix(tmp_path: Path) -> None:
@@ -278,9 +295,9 @@ def test_fsspec_addresses_files_folders_and_globs() -> None:
         assert texts("memory://corpus/*.jsonl") == ["b1", "b2" * 100]
         assert texts("memory://corpus/a.txt.gz") == ["a"]
         with pytest.raises(DataError, match="no such file or folder"):
-            sources.find(["memory://nothing"])
+            files.find(["memory://nothing"])
         with pytest.raises(DataError, match="cannot be reached through fsspec"):
-            sources.find(["nosuch://bucket/key"])
+            files.find(["nosuch://bucket/key"])
     finally:
         memory.rm("/corpus", recursive=True)
 
@@ -291,8 +308,8 @@ def test_a_hub_dataset_is_split_over_its_shards_and_each_row_comes_once(tmp_path
     wanted = [f"row {i}" for i in range(24)]
     for part in range(count):
         write(tmp_path / f"part-{part}.jsonl", rows(*wanted[part::count]))
-    files, _ = sources.find([f"hub:{tmp_path}:train"])
-    pieces = sources.split(files, 1 << 20)
+    found, _ = files.find([f"hub:{tmp_path}:train"])
+    pieces = sources.split(found, 1 << 20)
     assert [(piece.start, piece.end) for piece in pieces] == [(i, count) for i in range(count)]
     found = [row.text for piece in pieces for row in sources.read(piece) if isinstance(row, Document)]
     assert sorted(found) == sorted(wanted)
@@ -300,15 +317,15 @@ def test_a_hub_dataset_is_split_over_its_shards_and_each_row_comes_once(tmp_path
 
 def test_a_hub_dataset_that_does_not_exist_is_a_clear_error(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    files, _ = sources.find([f"hub:{tmp_path / 'nothing'}"])
+    found, _ = files.find([f"hub:{tmp_path / 'nothing'}"])
     with pytest.raises(DataError, match="cannot be loaded by `datasets`"):
-        sources.split(files, 1 << 20)
+        sources.split(found, 1 << 20)
 
 
 def test_pieces_follow_from_the_files_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows(*["x" * 90] * 100))
     size = Path(path).stat().st_size
-    pieces = sources.split([sources.File(path, "jsonl", size)], 1000)
+    pieces = sources.split([files.File(path, "jsonl", size)], 1000)
     assert pieces[0] == Piece(path, "jsonl", 0, 1000, 1, 1000)
     assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
     assert pieces[-1].end == size

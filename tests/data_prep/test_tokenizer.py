@@ -351,17 +351,17 @@ def test_training_states_its_ids_and_is_the_same_in_another_process(tmp_path: Pa
 
 
 def test_training_on_a_sample_takes_it_from_all_over_the_input(tmp_path: Path) -> None:
-    from data_prep import sources
+    from data_prep import files
     from data_prep.tokenizer_train import sample
 
     for name in "abcd":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * 100}) * 0 + "".join(
             json.dumps({"text": name * 100}) + "\n" for _ in range(2000)))  # fmt: skip
-    files, _ = sources.find([str(tmp_path)])
-    texts = list(sample(files, 40_000, "text"))
+    found, _ = files.find([str(tmp_path)])
+    texts = list(sample(found, 40_000, "text"))
     assert {text[0] for text in texts} == set("abcd")
     assert 10_000 < sum(map(len, texts)) <= 40_000
-    assert texts == list(sample(files, 40_000, "text"))
+    assert texts == list(sample(found, 40_000, "text"))
 
 
 def test_impossible_trainings_are_refused(tmp_path: Path) -> None:
