@@ -119,9 +119,10 @@ def _collect(args: argparse.Namespace) -> int:
 
 def _hyper(args: argparse.Namespace) -> int:
     from pretrain.errors import ConfigError
+    from pretrain.scaling.columns import where
     from pretrain.scaling.hyper import critical_batch, rule_at, sweep
     from pretrain.scaling.report import hyper_report
-    from pretrain.scaling.table import read_table, where
+    from pretrain.scaling.table import read_table
 
     table = read_table(args.table)
     if args.over == "grad_noise_scale":

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from pretrain.errors import ConfigError
+from pretrain.scaling.columns import numbers, where
 from pretrain.scaling.fit import interval
-from pretrain.scaling.table import Table, where
+from pretrain.scaling.table import Table
 from pretrain.scaling.valley import Curve, Power, power_law, valleys
 
 
@@ -44,8 +45,7 @@ def sweep(table: Table, *, over: str, by: str, loss: str, expression: str | None
 
 def critical_batch(table: Table, *, by: str, column: str = "grad_noise_scale", draws: int = 1000) -> dict[str, Any]:
     """Noise scale = scale x by^exponent over rows where it was measured; intervals by resampling rows."""
-    noise = table.numbers(column)
-    at = table.numbers(by)
+    noise, at = numbers(table, column), numbers(table, by)
     seen = np.isfinite(noise) & (noise > 0) & np.isfinite(at) & (at > 0)
     x, y = np.log(at[seen]), np.log(noise[seen])
     if len(np.unique(np.round(x, 3))) < 2:
@@ -71,7 +71,7 @@ def _rule(power: Power) -> dict[str, Any]:
 
 
 def _positive(table: Table, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    values = table.numbers(name)
+    values = numbers(table, name)
     bad = ~(np.isfinite(values) & (values > 0))
     if bad.any():
         raise ConfigError(f"{table.path} line {table.lines[bad][0]}: column {name!r} is no positive number")

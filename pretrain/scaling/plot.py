@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from pretrain.scaling.columns import numbers, points_of, where
 from pretrain.scaling.fit import interval
 from pretrain.scaling.forms import Points
 from pretrain.scaling.huber import Array
@@ -20,7 +21,7 @@ from pretrain.scaling.identify import distinct
 from pretrain.scaling.isoflop import isoflop
 from pretrain.scaling.page import write_page
 from pretrain.scaling.saved import SavedFit
-from pretrain.scaling.table import Table, points_of, where
+from pretrain.scaling.table import Table
 
 _STYLE = {
     "font.size": 9,
@@ -53,7 +54,7 @@ class Drawing:
         )
         self.flops = fit.flops_factor * self.points.params * self.points.tokens
         budget = columns["flops"]
-        self.budgets = chosen.numbers(budget) if budget else self.flops
+        self.budgets = numbers(chosen, budget) if budget else self.flops
         unique = self.points.unique if fit.form.repetition else None
         self.predicted = fit.law.loss(self.points.params, self.points.tokens, unique)[0]
         self.outliers = np.isin(self.lines, [point["line"] for point in content["outliers"]])

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from pretrain.errors import ConfigError
 from pretrain.scaling import holdout, identify
+from pretrain.scaling.columns import numbers, points_of, where
 from pretrain.scaling.fit import LEVEL, Fit, fit_law, interval
 from pretrain.scaling.forms import FORMS, Points
 from pretrain.scaling.huber import Array
 from pretrain.scaling.isoflop import isoflop
 from pretrain.scaling.laws import COLUMNS
 from pretrain.scaling.saved import plain_rows
-from pretrain.scaling.table import Table, points_of, where
+from pretrain.scaling.table import Table
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _largest_out(helds: list[holdout.Held], widen: float, lines: NDArray[np.int6
 
 
 def _isoflop(table: Table, ask: Question, points: Points) -> dict[str, Any] | None:
-    flops = table.numbers(ask.flops) if ask.flops else ask.flops_factor * points.params * points.tokens
+    flops = numbers(table, ask.flops) if ask.flops else ask.flops_factor * points.params * points.tokens
     if not np.all(np.isfinite(flops) & (flops > 0)):
         raise ConfigError(f"{table.path}: column {ask.flops!r} (flops) has values that are no positive number")
     found = isoflop(points, flops)

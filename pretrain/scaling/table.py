@@ -1,16 +1,13 @@
 """Tables of runs: CSV, JSON lines or parquet in, named columns of numbers or text out, rows chosen by an expression.
 
 Made by collect.py or by others. Column names are given, never guessed, and so are units: a `params` column whose
-largest value is 70 is refused until someone says that it counts billions. `where` is a small language of comparisons
-over columns, read with Python's parser and evaluated here; it can call nothing but the functions listed below.
+largest value is 70 is refused until someone says that it counts billions. Where a column is named, an expression over
+columns may stand instead (expression.py).
 """
 
-import ast
 import csv
 import difflib
 import json
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.errors import ConfigError
-from pretrain.scaling.forms import Points
 
 Column = NDArray[np.generic]
+_NO_VALUE = ("", "-", "na", "n/a", "nan", "null", "none")
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Table:
     def column(self, name: str) -> Column:
         if name not in self.columns:
             near = difflib.get_close_matches(name, self.columns, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(f"{self.path} has no column {name!r}{hint} It has {', '.join(self.columns)}")
         return self.columns[name]
 
@@ -45,7 +42,8 @@ class Table:
         if column.dtype.kind != "f":
             bad = [(line, text) for line, text in zip(self.lines, column, strict=True) if _float(str(text)) is None]
             raise ConfigError(
-                f"{self.path} line {bad[0][0]}: column {name!r} holds {str(bad[0][1])!r}, which is no number"
+                f"{self.path} line {bad[0][0]}: column {name!r} holds {str(bad[0][1])!r}, which is no number; write "
+                f"numbers as 7e9, and leave cells without one empty"
             )
         return column.astype(np.float64)
 
@@ -93,120 +91,12 @@ def write_table(path: str | Path, rows: list[dict[str, Any]]) -> None:
             writer.writerows(rows)
 
 
-def points_of(
-    table: Table,
-    params: str,
-    tokens: str,
-    loss: str,
-    *,
-    unique: str | None = None,
-    units: dict[str, float] | None = None,
-) -> Points:
-    """The columns as Points, each times its unit; cells that are no positive number are refused by line."""
-    units = units or {}
-    columns: dict[str, NDArray[np.float64]] = {}
-    for role, name in (("params", params), ("tokens", tokens), ("loss", loss), ("unique", unique)):
-        if name is None:
-            continue
-        values = table.numbers(name)
-        bad = ~(np.isfinite(values) & (values > 0))
-        if bad.any():
-            where = ", ".join(
-                f"line {line} ({value:g})" for line, value in zip(table.lines[bad][:5], values[bad], strict=False)
-            )
-            raise ConfigError(
-                f"{table.path}: column {name!r} ({role}) has {int(bad.sum())} values that are no positive number: "
-                f"{where}; mend them, or leave them out, as in --where '{name} > 0'"
-            )
-        if role in ("params", "tokens") and role not in units and values.max() < 1e4:
-            raise ConfigError(
-                f"{table.path}: column {name!r} has at most {values.max():g} {role}, which looks like another unit; "
-                f"say --{role}-unit 1e6 for millions, 1e9 for billions, or 1 if this is the count"
-            )
-        columns[role] = values * units.get(role, 1.0)
-    return Points(columns["params"], columns["tokens"], columns["loss"], columns.get("unique", columns["tokens"]))
-
-
-def where(table: Table, expression: str) -> NDArray[np.bool_]:
-    """Rows for which the expression holds, such as "loss < 4 and not largest(loss, 5) and kind == 'final'"."""
-    try:
-        tree = ast.parse(expression, mode="eval").body
-    except SyntaxError as error:
-        raise ConfigError(f"--where {expression!r}: not an expression: {error.msg}") from None
-    keep = np.asarray(_evaluate(tree, table, expression))
-    if keep.dtype != np.bool_:
-        raise ConfigError(f"--where {expression!r} gives numbers, not true or false; compare them with something")
-    return np.broadcast_to(keep, len(table)).copy()
-
-
-_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}
-
-
-def _ranked(values: Any, count: Any, sign: int) -> Any:
-    """True for the `count` rows with the largest (sign -1) or smallest values; ties by line."""
-    chosen = np.zeros(len(values), dtype=bool)
-    chosen[np.argsort(sign * np.asarray(values), kind="stable")[: int(count)]] = True
-    return chosen
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "log": np.log,
-    "log10": np.log10,
-    "abs": np.abs,
-    "isnan": np.isnan,
-    "largest": lambda values, count: _ranked(values, count, -1),
-    "smallest": lambda values, count: _ranked(values, count, 1),
-}
-
-
-def _evaluate(node: ast.expr, table: Table, text: str) -> Any:
-    def value(child: ast.expr) -> Any:
-        return _evaluate(child, table, text)
-
-    with np.errstate(invalid="ignore", divide="ignore"):
-        match node:
-            case ast.Constant(value=bool() | int() | float() | str()):
-                return node.value
-            case ast.Name():
-                return table.column(node.id)
-            case ast.BoolOp():
-                join = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
-                return join.reduce(np.broadcast_arrays(*(value(child) for child in node.values)))
-            case ast.UnaryOp(op=ast.Not()):
-                return np.logical_not(value(node.operand))
-            case ast.UnaryOp(op=ast.USub()):
-                return -value(node.operand)
-            case ast.BinOp() if type(node.op) in _ARITHMETIC:
-                return _ARITHMETIC[type(node.op)](value(node.left), value(node.right))
-            case ast.Compare() if all(type(op) in _COMPARE for op in node.ops):
-                sides = [value(side) for side in (node.left, *node.comparators)]
-                pairs = zip(node.ops, sides, sides[1:], strict=False)
-                return np.logical_and.reduce([np.asarray(_COMPARE[type(op)](a, b)) for op, a, b in pairs])
-            case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
-                return _FUNCTIONS[name](*(value(argument) for argument in node.args))
-    raise ConfigError(
-        f"--where {text!r}: {ast.unparse(node)!r} is not allowed; use columns, numbers, texts, comparisons, "
-        f"+ - * / **, and, or, not, and {', '.join(_FUNCTIONS)}"
-    )
-
-
 def _float(text: str) -> float | None:
+    """The number of a cell, nan where it has none; None for any other text."""
+    if text.strip().lower() in _NO_VALUE:
+        return float("nan")
     try:
-        return float(text) if text.strip() else float("nan")
+        return float(text)
     except ValueError:
         return None
 
@@ -214,7 +104,7 @@ def _float(text: str) -> float | None:
 def _column(values: list[Any]) -> Column:
     texts = ["" if value is None else str(value) for value in values]
     numbers = [_float(text) for text in texts]
-    if all(number is not None for number in numbers) and any(text.strip() for text in texts):
+    if all(number is not None for number in numbers) and not np.all(np.isnan(np.array(numbers, dtype=np.float64))):
         return np.array(numbers, dtype=np.float64)
     return np.array(texts)
 
@@ -222,7 +112,12 @@ def _column(values: list[Any]) -> Column:
 def _read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     rows, lines = [], []
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
+        header = file.readline()
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
+        names = [name.strip() for name in reader.fieldnames or []]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"{path}: two columns are named {sorted(twice)[0]!r}; rename one")
         for row in reader:
             if None in row or None in row.values():
                 cells = len(reader.fieldnames or [])

@@ -7,7 +7,8 @@ from pretrain.config_file import dump_config, parse_config
 from pretrain.errors import ConfigError
 from pretrain.metrics.flops import flops_per_token, parameter_counts
 from pretrain.scaling.collect import Wanted, collect
-from pretrain.scaling.table import points_of, read_table, write_table
+from pretrain.scaling.columns import points_of
+from pretrain.scaling.table import read_table, write_table
 
 
 def make_run(folder: Path, *, steps: int = 100, reason: str | None = "finished", **changes) -> Path:

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from pretrain.scaling.columns import points_of, where
 from pretrain.scaling.forms import FORMS, SumModel
 from pretrain.scaling.huber import objective
 from pretrain.scaling.saved import read_fit, write_fit
 from pretrain.scaling.study import Question, study
-from pretrain.scaling.table import points_of, read_table, where
+from pretrain.scaling.table import read_table
 
 THEIRS = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}
 THEIR_ERRORS = {"E": 0.03, "A": 124.58, "B": 1293.23, "alpha": 0.02, "beta": 0.02}

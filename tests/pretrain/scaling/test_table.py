@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from pretrain.errors import ConfigError
-from pretrain.scaling.table import points_of, read_table, where, write_table
+from pretrain.scaling.columns import numbers, points_of, where
+from pretrain.scaling.table import read_table, write_table
 
 ROWS = [
     {"name": "a", "params": 1e6, "tokens": 1e8, "loss": 3.5},
@@ -70,9 +71,27 @@ def test_counts_in_another_unit_are_asked_for_not_guessed(tmp_path):
 
 def test_text_in_a_column_of_numbers_is_named(tmp_path):
     path = tmp_path / "runs.csv"
-    path.write_text("params,tokens,loss\n1e6,1e8,3.5\n2e6,n/a,3.1\n")
-    with pytest.raises(ConfigError, match="line 3: column 'tokens' holds 'n/a'"):
+    path.write_text("params,tokens,loss\n1e6,1e8,3.5\n2e6,20M,3.1\n")
+    with pytest.raises(ConfigError, match="line 3: column 'tokens' holds '20M', which is no number; write numbers as"):
         points_of(read_table(path), "params", "tokens", "loss")
+    with pytest.raises(ConfigError, match=r"'tokens / 2' mixes numbers with the text in tokens"):
+        numbers(read_table(path), "tokens / 2")
+
+
+def test_tables_of_others_may_be_separated_otherwise_and_mark_what_is_missing(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("N (no embed);C;ppl;note\n1e6;6e14;33.1;ok\n2e6;n/a;22.2;\n4e6;NA;20.1;-\n")
+    table = read_table(path)
+    assert numbers(table, "C / (6 * col('N (no embed)'))")[0] == 1e8
+    assert np.isnan(numbers(table, "C")[1:]).all()
+    assert numbers(table, "log(ppl)")[1] == np.log(22.2)
+    with pytest.raises(ConfigError, match=r"'ppl' .loss. goes up to 33.1, more than 20 nats .* say --loss 'log.ppl.'"):
+        points_of(table, "N (no embed)", "1e8 + 0 * ppl", "ppl")
+    with pytest.raises(ConfigError, match=r"no column 'tokens'. It has N"):
+        numbers(table, "tokens")
+    path.write_text("N,D,N\n1,2,3\n")
+    with pytest.raises(ConfigError, match="two columns are named 'N'"):
+        read_table(path)
 
 
 def test_a_short_row_and_a_missing_file_are_named(tmp_path):
