@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
+from pretrain.config_deepspeed import check_deepspeed, check_world
 from pretrain.config_tables import (
     ActivationCheckpointConfig,
     AnomaliesConfig,
@@ -59,36 +60,6 @@ __all__ = [
     "TrainConfig",
     "inactive_keys",
 ]
-
-
-# Settings of DeepSpeed that other tables of the config decide.
-_DECIDED_ELSEWHERE = {
-    "train_batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "gradient_clipping": "train.grad_clip",
-    "optimizer": "[optimizer]",
-    "scheduler": "[schedule]",
-    "bf16": "precision.compute",
-    "fp16": "precision.compute",
-    "torch_autocast": "precision.compute",
-    "communication_data_type": "precision.reduce",
-    "data_types": "precision.reduce",
-    "zero_allow_untested_optimizer": "[optimizer]",
-    "activation_checkpointing": "[activation_checkpoint]",
-    "wandb": "metrics.sinks",
-    "tensorboard": "metrics.sinks",
-}
-_PASSED_THROUGH = (
-    "zero_optimization",
-    "aio",
-    "comms_logger",
-    "flops_profiler",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "steps_per_print",
-    "dump_state",
-)
 
 
 class Layout(NamedTuple):
@@ -173,6 +144,7 @@ class Config(Table):
                 f"x pp={par.pp} is {shard * fixed}, but WORLD_SIZE is {world_size}; "
                 f"set dp_shard=-1 or launch {shard * fixed} ranks"
             )
+        check_world(self.deepspeed, world_size)
         dp = shard * par.dp_replicate
         rows = dp * train.micro_batch_size
         if train.global_batch_size % rows:
@@ -189,15 +161,26 @@ def inactive_keys(cfg: Config) -> list[tuple[str, str, str]]:
     """(table, key, why) of the keys that have no effect in this config."""
     zero = cfg.parallel.engine == "zero"
     sched, opt, ac = cfg.schedule.name, cfg.optimizer.name, cfg.activation_checkpoint.mode
+    compiled = cfg.compile.enabled
     rules: list[tuple[bool, str, tuple[str, ...], str]] = [
         (not zero, "parallel", ("zero_stage",), 'beside parallel.engine="fsdp"'),
-        (zero, "parallel", ("reshard_after_forward",), 'beside parallel.engine="zero"'),
+        (zero, "parallel", ("reshard_after_forward", "prefetch"), 'beside parallel.engine="zero"'),
+        (
+            zero,
+            "parallel",
+            ("cpu_offload",),
+            'beside parallel.engine="zero", which has deepspeed.zero_optimization.offload_optimizer',
+        ),
         (zero, "parallel", ("accumulate",), 'beside parallel.engine="zero", whose stage decides it'),
         (sched != "wsd", "schedule", ("decay_steps",), f'beside schedule.name="{sched}"'),
         (sched == "constant", "schedule", ("min_lr_ratio",), 'beside schedule.name="constant"'),
         (opt == "sgd", "optimizer", ("betas", "eps"), 'beside optimizer.name="sgd"'),
         (opt == "adamw", "optimizer", ("momentum",), 'beside optimizer.name="adamw"'),
         (ac != "full", "activation_checkpoint", ("every",), f'beside activation_checkpoint.mode="{ac}"'),
+        (ac != "none", "activation_checkpoint", ("memory_budget",), f'beside activation_checkpoint.mode="{ac}"'),
+        (not compiled, "activation_checkpoint", ("memory_budget",), "while compile.enabled=false"),
+        (not compiled, "parallel", ("async_tp",), "while compile.enabled=false"),
+        (cfg.parallel.tp == 1, "parallel", ("async_tp",), "while parallel.tp=1"),
         (cfg.init.from_ is None, "init", ("load", "data"), "without init.from"),
         (cfg.run.hang_factor == 0, "run", ("hang_seconds",), "while run.hang_factor=0"),
         (
@@ -247,7 +230,12 @@ def _check_engine(cfg: Config) -> None:
         if cfg.deepspeed:
             raise ConfigError('[deepspeed] has no effect beside parallel.engine="fsdp"; remove it')
         return
-    _check_deepspeed(cfg)
+    check_deepspeed(cfg.deepspeed, cfg.parallel.zero_stage)
+    if cfg.precision.reduce != "fp32":
+        raise ConfigError(
+            f'precision.reduce="{cfg.precision.reduce}" is not available with parallel.engine="zero"; '
+            f'set precision.reduce="fp32" or use parallel.engine="fsdp"'
+        )
     for axis, size in (("tp", par.tp), ("cp", par.cp)):
         if size > 1:
             raise ConfigError(
@@ -263,28 +251,6 @@ def _check_engine(cfg: Config) -> None:
         raise ConfigError(
             f'parallel.engine="zero" shards over the whole world, so dp_replicate={par.dp_replicate} and '
             f'dp_shard={par.dp_shard} cannot take effect; leave them out, or use engine="fsdp"'
-        )
-
-
-def _check_deepspeed(cfg: Config) -> None:
-    """[deepspeed] may hold what no other table decides."""
-    for key, value in cfg.deepspeed.items():
-        if key in _DECIDED_ELSEWHERE:
-            raise ConfigError(f"deepspeed.{key}={value!r}: {_DECIDED_ELSEWHERE[key]} decides this; set it there")
-        if key not in _PASSED_THROUGH:
-            raise ConfigError(
-                f"deepspeed.{key}={value!r} is not passed through; [deepspeed] takes {', '.join(_PASSED_THROUGH)}"
-            )
-    zero = cfg.deepspeed.get("zero_optimization", {})
-    if not isinstance(zero, dict) or zero.get("stage", cfg.parallel.zero_stage) != cfg.parallel.zero_stage:
-        raise ConfigError(
-            f"deepspeed.zero_optimization={zero!r} and parallel.zero_stage={cfg.parallel.zero_stage} differ; "
-            f"leave the stage out of the first"
-        )
-    if cfg.precision.reduce != "fp32":
-        raise ConfigError(
-            f'precision.reduce="{cfg.precision.reduce}" is not available with parallel.engine="zero"; '
-            f'set precision.reduce="fp32" or use parallel.engine="fsdp"'
         )
 
 

@@ -207,6 +207,9 @@ class ParallelConfig(Table):
     dp_shard: Int = -1  # ranks; -1: what is left of the world
     accumulate: Literal["reduce", "local"] = "reduce"
     reshard_after_forward: Flag = True  # free a block's gathered weights between forward and backward
+    prefetch: Count = 0  # modules whose weights are gathered ahead; 0: the next one, as fully_shard does by itself
+    cpu_offload: Flag = False  # masters, gradients and moments in host memory, where the update runs
+    async_tp: Flag = False  # overlap the collectives of tp with its products: compiled, on CUDA
     tp: Positive = 1
     cp: Positive = 1
     pp: Positive = 1
@@ -232,6 +235,7 @@ class PrecisionConfig(Table):
 class ActivationCheckpointConfig(Table):
     mode: Literal["none", "full", "selective"] = "selective"
     every: Positive = 1  # full: recompute every k-th block
+    memory_budget: Annotated[Float, Field(ge=0, le=1)] = 1.0  # none: share of activations that compiled blocks keep
 
 
 class CompileConfig(Table):

@@ -15,6 +15,7 @@ FLOORS = {
     "pretrain.errors": 0,
     "pretrain.presets": 0,
     "pretrain.config_tables": 1,
+    "pretrain.config_deepspeed": 1,
     "pretrain.config": 2,
     "pretrain.config_file": 3,
     "pretrain.dist": 3,

@@ -21,7 +21,7 @@ from pretrain.parallel.context_parallel import apply_context_parallel
 from pretrain.parallel.engine import Engine, compute_dtype
 from pretrain.parallel.fsdp import FsdpEngine
 from pretrain.parallel.mesh import Meshes, build_meshes
-from pretrain.parallel.tensor_parallel import apply_tensor_parallel
+from pretrain.parallel.tensor_parallel import apply_tensor_parallel, overlap_collectives
 
 
 def build_model(cfg: Config, device: torch.device, meshes: Meshes | None = None) -> Llama:
@@ -36,11 +36,13 @@ def build_model(cfg: Config, device: torch.device, meshes: Meshes | None = None)
     )
     if meshes is not None and meshes.tp is not None:
         apply_tensor_parallel(model, meshes.tp)
+        if cfg.parallel.async_tp:
+            overlap_collectives(meshes.tp, device)
     if meshes is not None and meshes.cp is not None:
         apply_context_parallel(model, meshes.cp)
     apply_activation_checkpoint(model, cfg.activation_checkpoint)
     if cfg.compile.enabled:
-        compile_blocks(model)
+        compile_blocks(model, memory_budget=cfg.activation_checkpoint.memory_budget)
     return model
 
 

@@ -5,11 +5,12 @@ Parameters cut by tensor parallel arrive as DTensors, and leave sharded over bot
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from pretrain.config import Config
@@ -39,11 +40,11 @@ class FsdpEngine:
         self.cfg = cfg
         with torch.device("meta"):
             model = build_model()
-        shard_model(model, cfg, meshes)
+        shard_model(model, cfg, meshes, device)
         if materialise is not None:
             materialise(model)
         else:
-            model.to_empty(device=device)
+            model.to_empty(device="cpu" if cfg.parallel.cpu_offload else device)
             init_weights(model, cfg.run.seed, cfg.model.n_layers)
         self.model: Llama = model
         self.optimizer = build_optimizer(model)
@@ -97,7 +98,7 @@ class FsdpEngine:
             set_update_count(self.optimizer, float(state["optim.step"]))
 
 
-def shard_model(model: Llama, cfg: Config, meshes: Meshes) -> None:
+def shard_model(model: Llama, cfg: Config, meshes: Meshes, device: torch.device) -> None:
     """fully_shard every block, the embedding, the head with its norm, and the root with what is left.
 
     Inputs are never cast: the residual stream is in the compute dtype from the embedding on, and the fp32 RoPE tables
@@ -109,18 +110,30 @@ def shard_model(model: Llama, cfg: Config, meshes: Meshes) -> None:
         reduce_dtype=torch.float32 if cfg.precision.reduce == "fp32" else torch.bfloat16,
         cast_forward_inputs=False,
     )
+    pin = device.type == "cuda"  # pinned host memory is copied while the device computes
+    offload = CPUOffloadPolicy(pin_memory=pin) if cfg.parallel.cpu_offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=meshes.shard, mp_policy=policy, offload_policy=offload)
     reshard = cfg.parallel.reshard_after_forward
     if not cfg.model.tie_embeddings:
-        fully_shard(model.tok_embeddings, mesh=meshes.shard, mp_policy=policy, reshard_after_forward=reshard)
+        shard(model.tok_embeddings, reshard_after_forward=reshard)
         # Backward starts with the head: freeing it after forward would only gather it again.
-        fully_shard([model.norm, model.output], mesh=meshes.shard, mp_policy=policy, reshard_after_forward=False)
+        shard([model.norm, model.output], reshard_after_forward=False)
     for block in model.layers:
-        fully_shard(block, mesh=meshes.shard, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=meshes.shard, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+        shard(block, reshard_after_forward=reshard)
+    shard(model)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    if cfg.parallel.prefetch:
+        gather_ahead([m for m in modules if m not in (model, model.norm)], cfg.parallel.prefetch)
+
+
+def gather_ahead(modules: list[FSDPModule], count: int) -> None:
+    """Let each of `modules`, in the order of forward, gather the weights of the `count` that are used after it."""
+    for index, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + count])
+        module.set_modules_to_backward_prefetch(modules[max(0, index - count) : index][::-1])
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:

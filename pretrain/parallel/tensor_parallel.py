@@ -12,11 +12,14 @@ partial sums.
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from pretrain.errors import ConfigError
 from pretrain.model.attention import AttentionInputs
 from pretrain.model.elementwise import rms_norm
 from pretrain.model.llama import Attention, Block, FeedForward, Head, Llama, RMSNorm
@@ -43,14 +46,25 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     model.tie()
 
 
+def overlap_collectives(mesh: DeviceMesh, device: torch.device) -> None:
+    """Async tensor parallel: compiled blocks gather and scatter piece by piece while they multiply.
+
+    The compiler fuses each collective with the products beside it, over memory that the GPUs of a node share.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"parallel.async_tp=true needs CUDA devices, but this is {device.type}; leave it out")
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """[B, T / tp, ...] to [B, T, ...]."""
-    return all_gather(x.transpose(0, 1), group).transpose(0, 1)
+    """[B, T / tp, ...] to [B, T, ...]. Written as the compiler's async tensor parallel wants to find it."""
+    return torch.cat(all_gather(x, group).chunk(group.size), dim=1)
 
 
 def scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Partial sums [B, T, ...] to this rank's positions of their sum, [B, T / tp, ...]."""
-    return reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+    return reduce_scatter(torch.cat(x.chunk(group.size, dim=1)), group)
 
 
 class _Linear(nn.Linear):
@@ -87,8 +101,7 @@ class _Embedding(nn.Embedding):
         row = tokens - self.group.rank * weight.size(0)
         elsewhere = (row < 0) | (row >= weight.size(0))
         x = F.embedding(row.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        # A copy, since fully_shard hangs its hooks on what this returns and warns where that is a view.
-        return scatter_sequence(x, self.group).clone(memory_format=torch.contiguous_format)
+        return scatter_sequence(x, self.group)
 
 
 class _Head(Head):

@@ -30,9 +30,14 @@ from pretrain.parallel.engine import State, model_inputs
 from pretrain.parallel.optimizer_state import moments
 
 
-def deepspeed_config(cfg: Config, accumulation: int) -> dict[str, Any]:
+def deepspeed_config(cfg: Config, accumulation: int, device: torch.device) -> dict[str, Any]:
     """The dictionary for deepspeed.initialize: what the tables say, and `[deepspeed]`, which the config has checked."""
     zero = dict(cfg.deepspeed.get("zero_optimization", {}))
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if zero.get(key) and device.type != "cuda":
+            raise ConfigError(
+                f"deepspeed.zero_optimization.{key}=true needs CUDA devices, but this is {device.type}; leave it out"
+            )
     autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     return (
         cfg.deepspeed
@@ -98,7 +103,7 @@ class ZeroEngine:
     ) -> None:
         self.cfg, self.device = cfg, device
         self.stage = cfg.parallel.zero_stage
-        settings = deepspeed_config(cfg, accumulation)
+        settings = deepspeed_config(cfg, accumulation, device)
         deepspeed = import_deepspeed(device)
         build_cpu_op(device)
         if not deepspeed.comm.is_initialized():
