@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from launch.cluster import Cluster
 
+_FOLDER = "the run's folder"  # how `pretrain doctor` begins a problem with it
+
 
 def doctor_command(cluster: "Cluster", run: str, report: str) -> list[str]:
     """What follows `python -m` on every rank; the strings may hold the shell's variables."""
@@ -30,13 +32,27 @@ def doctor_command(cluster: "Cluster", run: str, report: str) -> list[str]:
 
 def bad_nodes(report: Path) -> dict[str, str]:
     """node -> what is wrong with it. A node that has said nothing while another has is bad too."""
-    said = {str(note["node"]): note for note in _read(report.glob("node-*.json"))}
-    bad = {node: "; ".join(note["problems"]) for node, note in said.items() if note["problems"]}
+    found = _problems(report)
+    bad = {node: "; ".join(problems) for node, problems in found.items() if problems}
+    if not (report / "summary.json").exists() and found:
+        started = {str(note["node"]) for note in _read(report.glob("ranks/*/started.json"))}
+        bad |= {node: "no report in time" for node in started - found.keys()}
+    return bad
+
+
+def of_the_folder(report: Path) -> str:
+    """What every node finds wrong with the run's folder, as one of them says it: a full disk is no node's fault."""
+    found = [[text for text in problems if text.startswith(_FOLDER)] for problems in _problems(report).values()]
+    return "; ".join(found[0]) if found and all(found) else ""
+
+
+def _problems(report: Path) -> dict[str, list[str]]:
+    """Of each node: what it has said, and what the meeting of all has found."""
+    said = {str(note["node"]): list(note["problems"]) for note in _read(report.glob("node-*.json"))}
     for summary in _read([report / "summary.json"]):
-        bad |= {node: "; ".join(problems) for node, problems in summary["problems"].items() if problems}
-        return bad
-    started = {str(note["node"]) for note in _read(report.glob("ranks/*/started.json"))}
-    return bad | {node: "no report in time" for node in started - said.keys() if said}
+        for node, problems in summary["problems"].items():
+            said[node] = list(dict.fromkeys([*said.get(node, []), *problems]))
+    return said
 
 
 def _read(paths: Any) -> list[dict[str, Any]]:

@@ -35,10 +35,13 @@ def add(run: Path, event: str, **details: Any) -> None:
         os.close(file)
 
 
+def jobs(run: Path) -> list[str]:
+    """SLURM's ids of all jobs of this run, oldest first."""
+    return [record["job"] for record in read(run) if record.get("event") == "submit"]
+
+
 def last_job(run: Path) -> str | None:
-    """SLURM's id of the newest job of this run."""
-    jobs = [record["job"] for record in read(run) if record.get("event") == "submit"]
-    return jobs[-1] if jobs else None
+    return next(reversed(jobs(run)), None)
 
 
 def newest_checkpoint(run: Path) -> int:
@@ -62,9 +65,3 @@ def excluded(run: Path) -> list[str]:
     """Nodes that the newest job was told not to use."""
     lists = [record.get("exclude", []) for record in read(run) if record.get("event") == "submit"]
     return list(lists[-1]) if lists else []
-
-
-def know(run: Path, job: str, folder: str) -> None:
-    """A job that starts and was submitted by hand, with sbatch, is entered as a person's submission."""
-    if not any(record.get("event") == "submit" and record["job"] == job for record in read(run)):
-        add(run, "submit", job=job, folder=folder, after=None, exclude=[])

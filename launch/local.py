@@ -8,10 +8,11 @@ the run's own outcome into the exit status: 0 finished, 2 refused, 70 anomaly, 7
 import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch import ranks, run_folder, torchrun
+from launch import free, ranks, run_folder, torchrun
 from pretrain.config_file import load_config
 from pretrain.errors import ConfigError
 
@@ -37,7 +38,7 @@ def launch(
     cfg = load_config(config, overrides)
     cfg.layout(nproc)
     run = Path(cfg.run.dir)
-    run_folder.require_free(run, cfg.run.name)
+    free.require_free(run, cfg.run.name, say)
     if port is not None:
         require_free_port(port)
     count, why = torchrun.threads(os.environ, nproc, torchrun.allowed_cores())
@@ -51,12 +52,17 @@ def launch(
         max_restarts=max_restarts,
         local_address="127.0.0.1",
     )
-    environment = os.environ | {"OMP_NUM_THREADS": str(count)}
     before, logged = run_folder.stamp(run), run_folder.log_sizes(run)
-    status = ranks.supervise(line, environment, ranks.torchrun_ranks, say)
+    with tempfile.TemporaryDirectory() as aside:
+        note = Path(aside) / "refused"
+        environment = os.environ | {"OMP_NUM_THREADS": str(count), run_folder.REFUSAL: str(note)}
+        status = ranks.supervise(line, environment, ranks.torchrun_ranks, say)
+        refused = run_folder.refusal(note)
     outcome = run_folder.outcome_since(run, before)
     if outcome is not None:
         return int(outcome["status"])
+    if refused is not None:
+        raise ConfigError(refused)
     say(f"crashed: torchrun ended with {status} and the run has decided nothing; logs are under {run / 'logs'}")
     failure = run_folder.first_failure(run, logged)
     if failure is not None:

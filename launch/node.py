@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch import ranks, torchrun
+from launch import ranks, run_folder, torchrun
 
 DECIDED = (0, 2, 70, 75)
 """A lone rank's statuses for the ends that it has written into outcome.json: no failure of the task."""
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     log = args.attempt / "ranks" / name
     log.mkdir(parents=True, exist_ok=True)
     (log / "started.json").write_text(json.dumps({"node": name}) + "\n", encoding="utf-8")
-    environment = env | {"OMP_NUM_THREADS": str(count)}
+    environment = env | {"OMP_NUM_THREADS": str(count), run_folder.REFUSAL: str(args.attempt / "refused")}
 
     def say(text: str) -> None:
         print(f"{name}: {text}", flush=True)

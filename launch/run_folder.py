@@ -3,16 +3,16 @@
 `pretrain train` writes the files; this reads them. No dependencies, so that a batch script's bare python can.
 """
 
-import fcntl
 import json
 import os
 import re
 import time
-import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretrain.errors import ConfigError
+REFUSAL = "PRETRAIN_REFUSAL"
+"""Names the file in which `pretrain` leaves the words of a refusal: torchrun hides its status, and where the run's
+folder is not its own there is no outcome."""
 
 
 class Stamp(NamedTuple):
@@ -22,35 +22,18 @@ class Stamp(NamedTuple):
     modified_ns: int
 
 
-def require_free(run: Path, name: str) -> None:
-    """Refuse a folder that holds another run, or one that a start of this run is using now; ConfigError.
-
-    The ranks check the same, but a refusal there can leave no outcome in a folder that is not theirs.
-    """
-    try:
-        held = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["run"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        held = name
-    if held != name:
-        raise ConfigError(f"run.dir={str(run)!r} holds the run named {held!r}, not run.name={name!r}; choose another")
-    try:
-        with open(run / "lock", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        who = (run / "lock").read_text(encoding="utf-8")
-        raise ConfigError(
-            f"run.dir={str(run)!r} is in use by {who}; wait for its end or stop it with pretrain-launch stop {run}"
-        ) from None
-    except OSError:
-        return  # no lock yet, or a file system without locks
-
-
 def stamp(run: Path) -> Stamp | None:
     try:
         found = os.stat(run / "outcome.json")
     except OSError:
         return None
     return Stamp(found.st_ino, found.st_mtime_ns)
+
+
+def stamp_text(run: Path) -> str:
+    """The stamp as one word, for a batch script to keep over a training."""
+    found = stamp(run)
+    return "none" if found is None else f"{found.inode}:{found.modified_ns}"
 
 
 def outcome_since(run: Path, before: Stamp | None) -> dict[str, Any] | None:
@@ -83,6 +66,14 @@ def records(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             found.append(record)
     return found
+
+
+def refusal(note: Path) -> str | None:
+    """What a rank has left there."""
+    try:
+        return note.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
 
 
 class Failure(NamedTuple):

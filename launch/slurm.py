@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import tomli_w
 
-from launch import health, ledger, slurm_commands
+from launch import free, health, ledger, slurm_commands
 from launch.cluster import Cluster
 from pretrain.config import Config
 from pretrain.config_file import dump_config
@@ -20,7 +20,6 @@ from pretrain.errors import ConfigError
 
 Launcher = Literal["torchrun", "srun"]
 _PACKAGES = ("pretrain", "data_prep", "launch")
-_LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUE")
 
 
 class Place(NamedTuple):
@@ -163,13 +162,9 @@ def quote(value: object) -> str:
 
 
 def prepare(cfg: Config, cluster: Cluster, shape: Shape, *, chdir: Path, say: Callable[[str], None]) -> Place:
-    """Refuse a run that has a job already; else snapshot everything into a new RUN/jobs/NNN."""
+    """Refuse a run that something is at work on; else snapshot everything into a new RUN/jobs/NNN."""
     run = (chdir / cfg.run.dir).resolve()
-    if (job := ledger.last_job(run)) is not None and alive(job):
-        raise ConfigError(
-            f"run.dir={str(run)!r} has job {job} already ({slurm_commands.state(job)}); end it with pretrain-launch "
-            f"stop {run} or scancel {job}, or choose another run.dir"
-        )
+    free.require_free(run, cfg.run.name, say)
     place = Place(run, next_folder(run), chdir.resolve())
     text = render_sbatch(cfg, cluster, place, shape)
     snapshot_code(place.job)
@@ -177,12 +172,6 @@ def prepare(cfg: Config, cluster: Cluster, shape: Shape, *, chdir: Path, say: Ca
     (place.job / "train.sbatch").write_text(text, encoding="utf-8")
     say(f"snapshot | {place.job} (code, config.toml, cluster.toml, train.sbatch)")
     return place
-
-
-def alive(job: str) -> bool:
-    """Whether SLURM has this job, or will start it again."""
-    state = slurm_commands.state(job)
-    return state is not None and any(word in state for word in _LIVE)
 
 
 def next_folder(run: Path) -> Path:
@@ -213,10 +202,20 @@ def plain(cluster: Cluster) -> dict[str, Any]:
 def submit(place: Place, cluster: Cluster, say: Callable[[str], None]) -> str:
     """Hand the prepared job to sbatch; its id."""
     script = place.job / "train.sbatch"
-    job = slurm_commands.submit(script, chdir=place.chdir)
+    job = hand_over(script, chdir=place.chdir, made=[place.job])
     ledger.add(place.run, "submit", job=job, folder=str(place.job), after=None, exclude=list(cluster.slurm.exclude))
     say(f"job      | {job}")
     say(f"run      | {place.run}")
     say(f"follow   | tail -F {place.run}/logs/slurm-{job}.out")
     say(f"         | pretrain-launch status {place.run}   (stop it: pretrain-launch stop {place.run})")
     return job
+
+
+def hand_over(script: Path, *, chdir: Path, made: Sequence[Path], options: Sequence[str] = ()) -> str:
+    """The id that sbatch gives; where it refuses, the folders `made` for the job are removed again."""
+    try:
+        return slurm_commands.submit(script, chdir=chdir, options=options)
+    except slurm_commands.SlurmError as e:
+        for folder in made:
+            shutil.rmtree(folder)
+        raise ConfigError(f"{e}; what a job asks for is in [slurm] and [node] of the cluster file") from None

@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUE")
+
 
 class SlurmError(Exception):
     """A SLURM command that is missing or refused; the message has what it said."""
@@ -40,6 +42,32 @@ def state(job: str) -> str | None:
     except SlurmError:
         return None
     return ",".join(sorted(set(said.split()))) or None
+
+
+def alive(job: str) -> bool:
+    """Whether SLURM has this job, or will start it again."""
+    found = state(job)
+    return found is not None and any(word in found for word in _LIVE)
+
+
+def running(jobs: Sequence[str]) -> list[str]:
+    """Those of these jobs that have nodes now."""
+    if not jobs:
+        return []
+    try:
+        said = _call(["squeue", "--noheader", "--states=RUNNING,SUSPENDED", f"--jobs={','.join(jobs)}", "--format=%i"])
+    except SlurmError:
+        return []
+    return said.split()
+
+
+def reason(job: str) -> str | None:
+    """Why a job waits, in SLURM's word: Resources, Priority, BeginTime, ReqNodeNotAvail …; None where it does not."""
+    try:
+        said = _call(["squeue", "--noheader", "--states=PENDING", f"--jobs={job}", "--format=%r"])
+    except SlurmError:
+        return None
+    return ",".join(sorted(set(said.splitlines()))) or None
 
 
 def _call(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch import ledger, run_folder, slurm_commands
+from launch import free, ledger, run_folder, slurm_commands
 from pretrain.config_file import load_config
 from pretrain.errors import ConfigError
 
@@ -20,7 +20,7 @@ def describe(run: Path, *, lines: int = 10, now: float | None = None) -> str:
     events = run_folder.records(run / "events.jsonl")
     said = [f"run       {run}", f"state     {state(run, metrics, now)}"]
     if job := ledger.last_job(run):
-        said.append(f"job       {job} ({slurm_commands.state(job) or 'not known to SLURM any more'})")
+        said.append(f"job       {job} ({_of_job(job)})")
     if metrics:
         said += _progress(run, metrics)
     said += _story(run, events)
@@ -28,6 +28,14 @@ def describe(run: Path, *, lines: int = 10, now: float | None = None) -> str:
     if log is not None and lines > 0:
         said += [f"log       {log}", *log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]]
     return "\n".join(said)
+
+
+def _of_job(job: str) -> str:
+    found = slurm_commands.state(job)
+    if found is None:
+        return "not known to SLURM any more"
+    why = slurm_commands.reason(job) if "PENDING" in found else None
+    return f"{found}: {why}" if why else found
 
 
 def require_run(run: Path) -> None:
@@ -91,9 +99,12 @@ def _total_steps(run: Path) -> int | None:
 def stop(run: Path) -> str:
     """Ask the run to save and leave after the step in hand; what to tell the person."""
     require_run(run)
-    job = ledger.last_job(run)
-    where = slurm_commands.state(job) if job is not None else None
+    who, outcome = free.holder(run), run_folder.read_outcome(run)
+    if who is None and outcome is not None:
+        raise ConfigError(f"{run} has nothing to stop: it ended, {outcome['reason']}, at step {outcome['step']}")
     (run / "STOP").touch()
-    if where is not None and set(where.split(",")) <= {"PENDING"}:
-        return f"{run}/STOP is there, but job {job} is PENDING: it will start, read it and leave; or scancel {job}"
-    return f"{run}/STOP is there: the run saves after the step in hand and ends; nothing starts it again by itself"
+    if who is None:
+        return f"{run}/STOP is there, but no job or process of this run is known here; who reads it saves and ends"
+    if "PENDING" in who:
+        return f"{run}/STOP is there, but {who} has not started: it will start, save one step and leave; or scancel it"
+    return f"{run}/STOP is there: {who} saves after the step in hand and ends; nothing starts it again by itself"

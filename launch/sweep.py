@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch import ledger, run_folder, slurm, slurm_commands
+from launch import free, ledger, run_folder, slurm
 from launch.cluster import Cluster
 from pretrain.config import Config
 from pretrain.config_file import load_config
@@ -47,6 +47,8 @@ def launch(
     if dry_run or not waves:
         say("nothing was submitted" if dry_run else "nothing is left to run")
         return 0
+    for point in (point for wave in waves for point in wave):
+        free.require_free(point.run, point.config.run.name, say)
     after = None
     for wave in waves:
         after = _submit(wave, folder.resolve(), cluster, shape, at_once, chdir.resolve(), after, say)
@@ -75,11 +77,10 @@ def _state(run: Path) -> str:
     outcome = run_folder.read_outcome(run)
     if outcome is not None and outcome["reason"] == "finished":
         return "finished"
-    job = ledger.last_job(run)
-    if job is None:
-        return "new"
-    if slurm.alive(job):
+    if free.holder(run) is not None:
         return "alive"
+    if ledger.last_job(run) is None and outcome is None:
+        return "new"
     return str(outcome["reason"]) if outcome is not None else "crashed"
 
 
@@ -143,7 +144,7 @@ def _submit(
     text = slurm.render_sbatch(wave[0].config, cluster, slurm.Place(folder, job, chdir), shape, array=array)
     (job / "train.sbatch").write_text(text, encoding="utf-8")
     options = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after is not None else []
-    submitted = slurm_commands.submit(job / "train.sbatch", chdir=chdir, options=options)
+    submitted = slurm.hand_over(job / "train.sbatch", chdir=chdir, made=[*folders, job], options=options)
     for index, point in enumerate(wave):
         ledger.add(
             point.run, "submit", job=f"{submitted}_{index}", folder=str(folders[index]), after=None,

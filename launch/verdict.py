@@ -23,6 +23,7 @@ class Facts(NamedTuple):
 
     reason: str  # outcome.json's, or "crash" | "unhealthy" | "lost" (warned, but nothing was saved in time)
     slurm_ends_it: bool  # the script was told TERM: a person cancels, the time is over, or SLURM requeues by itself
+    said: str  # the run's own words about a decided end, or what every node finds wrong
     blamed: dict[str, str]  # node -> why, in this start
     step: int  # newest whole checkpoint
     history: list[dict[str, Any]]  # earlier ends of this run's jobs
@@ -43,7 +44,9 @@ def decide(facts: Facts) -> Decision:
     if facts.slurm_ends_it:
         return Decision("stop", "SLURM is ending this job, or requeues it by itself", facts.excluded)
     if facts.reason in ("finished", "refused", "anomaly", "user"):
-        return Decision("stop", f"the run has ended: {facts.reason}", facts.excluded)
+        return Decision("stop", _words("the run has ended", facts), facts.excluded)
+    if facts.reason == "unhealthy" and not facts.blamed:
+        return Decision("stop", _words("no node is at fault", facts), facts.excluded)
     fruitless = _fruitless(facts)
     if fruitless > facts.crashes:
         why = (
@@ -56,6 +59,10 @@ def decide(facts: Facts) -> Decision:
         return Decision("resubmit", f"{facts.reason}; without {', '.join(bad)}", sorted({*facts.excluded, *bad}))
     again = "resubmit" if facts.requeue == "resubmit" else "requeue"
     return Decision(again, facts.reason, facts.excluded)
+
+
+def _words(what: str, facts: Facts) -> str:
+    return f"{what}: {facts.reason}" + (f", {facts.said}" if facts.said else "")
 
 
 def _fruitless(facts: Facts) -> int:
@@ -94,7 +101,7 @@ def blame(attempt: Path) -> dict[str, str]:
     return {str(first["node"]): "its rank was the first to go"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m launch.verdict")
     p.add_argument("--run", type=Path, required=True)
     p.add_argument("--script", type=Path, required=True)
@@ -108,9 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--requeue", choices=("scontrol", "resubmit"), required=True)
     p.add_argument("--exclude", default="", help="the cluster file's list")
     p.add_argument("--nodes", required=True, help="SLURM's list of the job's nodes")
-    args = p.parse_args(argv)
-    env = os.environ
-    facts = gather(args)
+    return p.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    facts, env = gather(args), os.environ
     decision = decide(facts)
     state = slurm_commands.state(args.job)
     if decision.action != "stop" and state not in (None, "RUNNING"):
@@ -131,18 +141,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def gather(args: argparse.Namespace) -> Facts:
-    outcome = run_folder.read_outcome(args.run) if stamp_text(args.run) != args.stamp else None
-    unhealthy = health.bad_nodes(args.attempt / "health") if outcome is None else {}
+    outcome = run_folder.read_outcome(args.run) if run_folder.stamp_text(args.run) != args.stamp else None
+    refused = run_folder.refusal(args.attempt / "refused")
+    unhealthy = health.bad_nodes(args.attempt / "health")
+    said, blamed = "", {}
     if outcome is not None:
-        reason = str(outcome["reason"])
+        reason, said = str(outcome["reason"]), str(outcome.get("message", ""))
+    elif refused is not None:
+        reason, said = "refused", refused
     elif args.warned:
         reason = "lost"
+    elif unhealthy:
+        reason, said = "unhealthy", health.of_the_folder(args.attempt / "health")
+        blamed = {} if said else unhealthy
     else:
-        reason = "unhealthy" if unhealthy else "crash"
+        reason, blamed = "crash", blame(args.attempt)
     return Facts(
         reason=reason,
         slurm_ends_it=bool(args.ended),
-        blamed=unhealthy if reason == "unhealthy" else blame(args.attempt) if reason == "crash" else {},
+        said=said,
+        blamed=blamed,
         step=ledger.newest_checkpoint(args.run),
         history=ledger.ends_since_submission(args.run),
         crashes=args.crashes,
@@ -150,12 +168,6 @@ def gather(args: argparse.Namespace) -> Facts:
         excluded=sorted({*filter(None, args.exclude.split(",")), *ledger.excluded(args.run)}),
         requeue=args.requeue,
     )
-
-
-def stamp_text(run: Path) -> str:
-    """What `python -m launch.verdict stamp RUN JOB FOLDER` prints, for the batch script to keep over the training."""
-    found = run_folder.stamp(run)
-    return "none" if found is None else f"{found.inode}:{found.modified_ns}"
 
 
 def _show_failure(args: argparse.Namespace, facts: Facts) -> None:
@@ -186,9 +198,4 @@ def _act(args: argparse.Namespace, decision: Decision, env: Mapping[str, str]) -
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["stamp"]:
-        if "PRETRAIN_AFTER" not in os.environ:  # else the job before this one enters it
-            ledger.know(Path(sys.argv[2]), sys.argv[3], sys.argv[4])
-        print(stamp_text(Path(sys.argv[2])))
-        sys.exit(0)
     sys.exit(main())

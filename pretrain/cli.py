@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.config import Config
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import CheckpointError, ConfigError, MachineError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,8 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
+        if note := os.environ.get("PRETRAIN_REFUSAL"):  # of a launcher, to which torchrun shows no status
+            Path(note).write_text(f"{e}\n", encoding="utf-8")
         return 2
-    except CheckpointError as e:
+    except (CheckpointError, MachineError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except Exception as e:
@@ -92,7 +94,7 @@ def _train(args: argparse.Namespace) -> int:
     allowed = {key.strip() for key in args.allow_change.split(",") if key.strip()}
     try:
         return run_training(cfg, resume=args.resume, allow_change=allowed)
-    except ConfigError:
+    except (ConfigError, MachineError):
         raise
     except BaseException:
         # A crash. Tear-down would wait for ranks that wait for this one, so leave at once; torchrun ends the others.

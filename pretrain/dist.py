@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, MachineError
 
 
 class World(NamedTuple):
@@ -67,7 +67,7 @@ def world(timeout_seconds: float) -> Iterator[World]:
     device = torch.device("cuda", ranks["local_rank"]) if cuda else torch.device("cpu")
     if cuda:
         if ranks["local_rank"] >= torch.cuda.device_count():
-            raise ConfigError(
+            raise MachineError(
                 f"local rank {ranks['local_rank']} has no GPU: this node shows {torch.cuda.device_count()}; "
                 f"start as many processes a node as it has GPUs"
             )
@@ -86,7 +86,7 @@ def world(timeout_seconds: float) -> Iterator[World]:
         )
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ConfigError(f"rank {ranks['rank']} could not meet the others at {address}: {e}") from None
+        raise MachineError(f"rank {ranks['rank']} could not meet the others at {address}: {e}") from None
     agreement = dist.new_group(backend="gloo", timeout=timeout) if cuda else None
     yield World(ranks["rank"], ranks["size"], ranks["local_rank"], device, agreement)
     if cuda:

@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from pretrain.dist import World, gather_objects, launch_environment, world
 
+FOLDER = "the run's folder"  # begins a problem that no node has where all have it (launch/health.py)
+
 
 class Limits(NamedTuple):
     """Beyond these a node is unfit."""
@@ -87,9 +89,9 @@ def look_at_node(limits: Limits, run: Path | None) -> tuple[dict[str, Any], list
     folder = _existing(run or Path.cwd())
     free = shutil.disk_usage(folder).free / 2**30
     if free < limits.min_free_disk_gib:
-        problems.append(f"{free:.1f} GiB free under {folder}, {limits.min_free_disk_gib:g} wanted")
+        problems.append(f"{FOLDER} has {free:.1f} GiB free under {folder}, {limits.min_free_disk_gib:g} wanted")
     if not os.access(folder, os.W_OK):
-        problems.append(f"{folder} cannot be written to")
+        problems.append(f"{FOLDER} {folder} cannot be written to")
     facts = {
         "node": node_name(),
         "python": platform.python_version(),

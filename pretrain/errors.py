@@ -9,6 +9,10 @@ class ConfigError(Exception):
     """A setting, file or combination of them that cannot work; the message says what to change."""
 
 
+class MachineError(Exception):
+    """This node or its network is not what the launcher promised: a crash, which another start may not meet."""
+
+
 class CheckpointError(Exception):
     """A checkpoint is damaged, incomplete or of another model; the message says which and what to do."""
 

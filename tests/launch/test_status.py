@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import time
@@ -5,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import ledger, slurm_commands, status
+from launch import free, ledger, slurm_commands, status
 from launch.cli import main
+from pretrain.errors import ConfigError
 from tests.launch.tiny_run import write_config
 
 
@@ -56,10 +58,43 @@ def test_an_ended_run_shows_its_outcome(run):
     assert "state     anomaly at step 45 (status 70): step 45: the gradient norm is nan" in status.describe(run)
 
 
-def test_stop_leaves_the_file_that_the_run_honours(run, capsys):
+def test_stop_leaves_the_file_that_the_run_honours(run, capsys, monkeypatch):
+    ledger.add(run, "submit", job="5", after=None)
     assert main(["stop", str(run)]) == 0
     assert (run / "STOP").exists()
-    assert "saves after the step in hand" in capsys.readouterr().out
+    assert "job 5 (RUNNING) saves after the step in hand" in capsys.readouterr().out
+    monkeypatch.setattr(slurm_commands, "state", lambda job: "PENDING")
+    monkeypatch.setattr(slurm_commands, "reason", lambda job: "BeginTime")
+    assert main(["stop", str(run)]) == 0
+    assert "job 5 (PENDING) has not started" in capsys.readouterr().out
+    assert "job       5 (PENDING: BeginTime)" in status.describe(run)
+
+
+def test_a_run_that_has_ended_has_nothing_to_stop_and_a_stale_stop_is_removed_by_the_next_start(run, capsys):
+    (run / "outcome.json").write_text('{"status": 0, "reason": "finished", "step": 200}')
+    assert main(["stop", str(run)]) == 2
+    assert "nothing to stop: it ended, finished, at step 200" in capsys.readouterr().err
+    assert not (run / "STOP").exists()
+    (run / "STOP").touch()
+    said: list[str] = []
+    free.require_free(run, "run", said.append)
+    assert not (run / "STOP").exists()
+    assert "STOP, which no start of this run was left to honour" in said[0]
+
+
+def test_a_run_that_a_process_works_on_is_neither_started_twice_nor_without_a_holder(run, capsys):
+    assert free.holder(run) is None
+    with open(run / "lock", "w") as lock:
+        lock.write("process 7 on gpu3")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert free.holder(run) == "process 7 on gpu3"
+        with pytest.raises(ConfigError, match="is in use by process 7 on gpu3; wait for its end"):
+            free.require_free(run, "run", print)
+        assert main(["stop", str(run)]) == 0
+        assert "process 7 on gpu3 saves" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"holds the run named 'run', not run.name='other'"):
+        free.require_free(run, "other", print)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):

@@ -12,7 +12,7 @@ NOBODY: dict[str, str] = {}
 
 def facts(**changes: Any) -> Facts:
     usual = Facts(
-        reason="crash", slurm_ends_it=False, blamed=NOBODY, step=10, history=[], crashes=3, node_failures=2,
+        reason="crash", slurm_ends_it=False, said="", blamed=NOBODY, step=10, history=[], crashes=3, node_failures=2,
         excluded=[], requeue="scontrol",
     )  # fmt: skip
     return usual._replace(**changes)
@@ -78,6 +78,31 @@ def test_a_node_that_fails_repeatedly_is_excluded():
 def test_an_unhealthy_node_is_excluded_at_once():
     decision = decide(facts(reason="unhealthy", blamed={"gpu3": "ECC"}))
     assert (decision.action, decision.exclude) == ("resubmit", ["gpu3"])
+
+
+def gathered(run: Path) -> Facts:
+    words = f"--run {run} --script x --attempt {run / 'start'} --job 7 --stamp none --warned 0 --ended 0 --crashes 3"
+    args = verdict.parse(f"{words} --node-failures 2 --requeue scontrol --nodes gpu[1-2]".split())
+    return verdict.gather(args)
+
+
+def test_a_refusal_that_no_outcome_could_hold_is_no_crash(tmp_path):
+    (tmp_path / "start").mkdir()
+    assert gathered(tmp_path).reason == "crash"
+    (tmp_path / "start" / "refused").write_text("run.dir is in use by process 7 on gpu3\n")
+    decision = decide(gathered(tmp_path))
+    assert decision[:2] == ("stop", "the run has ended: refused, run.dir is in use by process 7 on gpu3")
+
+
+def test_a_full_disk_under_the_run_is_no_nodes_fault_and_one_nodes_own_trouble_is(tmp_path):
+    full, worn = "the run's folder has 0.1 GiB free under /runs, 20 wanted", "GPU 3 is throttled: hardware thermal"
+    health_notes = tmp_path / "start" / "health"
+    health_notes.mkdir(parents=True)
+    for node, problems in (("gpu1", []), ("gpu2", [full])):
+        (health_notes / f"node-{node}.json").write_text(json.dumps({"node": node, "problems": problems}))
+    assert decide(gathered(tmp_path))[:2] == ("resubmit", "unhealthy; without gpu2")
+    (health_notes / "node-gpu1.json").write_text(json.dumps({"node": "gpu1", "problems": [worn, full]}))
+    assert decide(gathered(tmp_path))[:2] == ("stop", f"no node is at fault: unhealthy, {full}")
 
 
 def note(folder: Path, task: int, node: str, status: int, first_gone: float | None) -> None:

@@ -24,13 +24,27 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def undisturbed(lab: Lab, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Final weights of the same run under either launcher; the two jobs run at the same time and do not meet."""
+    """Final weights of the same run under either launcher; the two jobs run at the same time and do not meet.
+
+    One has a health gate, to which one of its nodes seems too full at first: it goes on without that node.
+    """
     folder = tmp_path_factory.mktemp("undisturbed")
-    health = {
-        "health": {"enabled": "true", "min_free_disk_gib": "0.1", "message_mib": "1", "min_share_of_median": "0.0"}
-    }
-    one = jobs.submit(lab, folder, data, "one", cluster=health)
+    limits = {"enabled": "true", "min_free_disk_gib": "0.1", "message_mib": "1", "min_share_of_median": "0.0"}
+    sick = folder / "python"
+    sick.write_text(
+        f'#!/bin/bash\n[[ $SLURMD_NODENAME = node2 && "$*" = *doctor* ]] && full="--min-free-disk 1e9"\n'
+        f'exec {sys.executable} "$@" $full\n'
+    )
+    sick.chmod(0o755)
+    one = jobs.submit(lab, folder, data, "one", cluster={"health": limits, "software": {"python": f'"{sick}"'}})
     two = jobs.submit(lab, folder, data, "two", launcher="srun")
+    jobs.wait_for(lambda: one.newest() != one.id, "resubmission without node2", run=one.run)
+    assert [(end["reason"], end["decision"], list(end["nodes"])) for end in one.ends()] == [
+        ("unhealthy", "resubmit", ["node2"])
+    ]
+    assert "UNFIT node2: the run's folder has" in jobs.output(one.run)
+    one = one._replace(id=one.newest())
+    assert lab.field(one.id, "ExcNodeList") == "node2"
     for job in (one, two):
         assert job.wait_for_end() == "COMPLETED", jobs.output(job.run)
         assert job.outcome()["reason"] == "finished"
@@ -142,12 +156,17 @@ def test_what_a_person_ends_stays_ended(lab, data, tmp_path):
     job = jobs.submit(lab, tmp_path, data, "stopped", steps=100_000)
     job.wait_for_step(3)
     again = ["slurm", tmp_path / "stopped.toml", "--nodes", "2", "--cluster", tmp_path / "stopped.cluster.toml"]
-    assert f"has job {job.id} already" in jobs.launch(lab, *again, status=2)
+    assert f"in use by job {job.id} (RUNNING)" in jobs.launch(lab, *again, status=2)
     assert "running" in jobs.launch(lab, "status", job.run)
+    by_hand = lab.call("sbatch", "--parsable", str(job.run / "jobs" / "000" / "train.sbatch")).strip()
+    jobs.wait_for(lambda: lab.state(by_hand) == "FAILED", "refusal of a second job", run=job.run)
+    assert f"has job {job.id} running already; this one, {by_hand}, leaves it alone" in jobs.output(job.run)
+    assert job.newest() == job.id
     jobs.launch(lab, "stop", job.run)
     job.wait_for_end()
     assert (job.outcome()["reason"], job.ends()[-1]["decision"]) == ("user", "stop")
     assert (job.run / "checkpoints" / f"step-{job.outcome()['step']:08d}" / "COMPLETE").exists()
+    assert "has nothing to stop: it ended, user" in jobs.launch(lab, "stop", job.run, status=2)
 
     jobs.launch(lab, *again)
     second = job.newest()
