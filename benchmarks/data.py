@@ -1,12 +1,13 @@
 """The data pipeline beside what it stands on and beside its peers, both sides in one run on this machine.
 
-    python benchmarks/data.py build    tokenising: against the bare tokenizer in a loop, datatrove, datasets, litdata
+    python benchmarks/data.py build    tokenising against the bare tokenizers, each called in a loop
+    python benchmarks/data.py peers    text to packed rows against datatrove, datasets and litdata
     python benchmarks/data.py load     rows from page cache: against litdata's token loader and a `datasets` table
     python benchmarks/data.py start    process start to first batch, and to resume at half, at 10^9 and 10^12 tokens
 
-Peers that are not installed are left out, and said. Texts: ../shared/data/c4_en_1k.jsonl (or PRETRAIN_SHARED) over
-and over up to `--mb`, else the standard library's own sources; tokenizers: those from there, else some trained on them.
-A rate is the median of `--rounds`, sides taking turns; on a shared machine look at the ratios.
+Peers that neither this Python nor one of `--pythons` has are left out, and said. Texts: ../shared/data/c4_en_1k.jsonl
+(or PRETRAIN_SHARED) over and over up to `--mb`, else the standard library's own sources; tokenizers: those from there,
+else some trained on them. A rate is the median of `--rounds`, sides taking turns; on a shared machine look at ratios.
 """
 
 import argparse
@@ -34,8 +35,10 @@ SEQ_LEN, BATCH = 2048, 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=[], metavar="build|load|start")
-    parser.add_argument("--mb", type=int, default=120, help="megabytes of text (120)")
+    parser.add_argument("parts", nargs="*", default=[], metavar="build|peers|load|start")
+    parser.add_argument("--mb", type=int, default=400, help="megabytes of text (400)")
+    parser.add_argument("--kinds", nargs="+", help="of the tokenizers that `build` compares (all)")
+    parser.add_argument("--pythons", nargs="+", default=[], help="interpreters of environments that have peers")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sparse-tokens", type=float, default=1e12, help="size of the large dataset of `start` (1e12)")
@@ -43,8 +46,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.work) as name:
         work = Path(name)
-        for part in args.parts or ["build", "load", "start"]:
-            {"build": build, "load": load, "start": start}[part](work, args)
+        parts = {"build": build, "peers": peers, "load": load, "start": start}
+        for part in args.parts or parts:
+            parts[part](work, args)
 
 
 # ---- build
@@ -55,12 +59,12 @@ def build(work: Path, args: argparse.Namespace) -> None:
     with corpus.open("rb") as file:
         size = sum(len(json.loads(line)["text"].encode()) for line in file) / 1e6
     print(f"build: {size:.0f} MB of text, {args.workers} processes, median of {args.rounds} rounds")
-    for kind, path in tokenizers.items():
+    for kind in args.kinds or tokenizers:
+        path = tokenizers[kind]
         times: dict[str, list[float]] = {"bare": [], "tokenising": [], "command": []}
         tokens = 0.0
         for _ in range(args.rounds):
-            found = peer("bare", kind, path, corpus, args.workers)
-            times["bare"].append(found["seconds"])
+            times["bare"].append(peer([], "bare", kind, path, corpus, args.workers)["seconds"])
             seconds, tokenising, tokens = our_build(work, corpus, path, args.workers)
             times["command"].append(seconds)
             times["tokenising"].append(tokenising)
@@ -72,19 +76,25 @@ def build(work: Path, args: argparse.Namespace) -> None:
             f" {tokens / 1e6 / statistics.median(times['tokenising']):.2f} M tokens/s: {ratio:.0%} of bare"
             f" (whole command with start and packing {whole:.0%})"
         )
+
+
+def peers(work: Path, args: argparse.Namespace) -> None:
+    corpus, tokenizers = make_corpus(work, args.mb)
     path = tokenizers["tokenizer.json"]
     if os.path.isdir(path):
         path = _tokenizer_json(work, path)
-    ours = our_build(work, corpus, path, args.workers)
-    print(f"  with one tokenizer.json: ours {ours[2] / ours[0] / 1e6:.2f} M tokens/s (whole command)")
+    made = [our_build(work, corpus, path, args.workers) for _ in range(args.rounds)]
+    ours = statistics.median(tokens / seconds / 1e6 for seconds, _, tokens in made)
+    print(f"peers: {args.mb} MB of JSON lines to packed rows with one tokenizer.json, {args.workers} processes")
+    print(f"  ours: {ours:.2f} M tokens/s, the whole command from its start; the peers without their imports:")
     for name in ("datatrove", "datasets_map", "litdata"):
-        found = peer(name, path, corpus, work / name, args.workers)
+        found = peer(args.pythons, name, path, corpus, work / name, args.workers)
         shutil.rmtree(work / name, ignore_errors=True)
         if "missing" in found:
-            print(f"    {name}: left out, {found['missing']}")
+            print(f"  {name}: left out, {found['missing']}")
             continue
         rate = found["tokens"] / found["seconds"] / 1e6
-        print(f"    {name}: {rate:.2f} M tokens/s; ours is {ours[2] / ours[0] / 1e6 / rate:.1f} times as fast")
+        print(f"  {name}: {rate:.2f} M tokens/s; ours is {ours / rate:.1f} times as fast")
 
 
 def our_build(work: Path, corpus: Path, tokenizer: str, workers: int) -> tuple[float, float, float]:
@@ -142,14 +152,20 @@ def _tokenizer_json(work: Path, folder: str) -> str:
     return str(path)
 
 
-def peer(name: str, *arguments: object) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "data_peers.py"), name, *map(str, arguments)]
+def peer(pythons: list[str], name: str, *arguments: object) -> dict[str, Any]:
+    """What a function of `data_peers` found, in the first interpreter that has the peer."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    if run.returncode:
-        return {"missing": f"it failed: {run.stderr.strip().splitlines()[-1:]}"}
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = {}
+    for python in [sys.executable, *pythons]:
+        command = [python, str(ROOT / "benchmarks" / "data_peers.py"), name, *map(str, arguments)]
+        run = subprocess.run(command, env=env, capture_output=True, text=True)
+        if run.returncode:
+            return {"missing": f"it failed: {run.stderr.strip().splitlines()[-1:]}"}
+        found = json.loads(run.stdout.strip().splitlines()[-1])
+        if "missing" not in found:
+            break
+    return found
 
 
 # ---- load
@@ -188,7 +204,7 @@ def load(work: Path, args: argparse.Namespace) -> None:
     print(f"  ours: {rate:.0f} M tokens/s taken as fast as they come; beside steps of 20 ms, as a trainer takes them,")
     print(f"    {statistics.median(waits):.2%} of the time is spent waiting")
     for name in ("litdata_loader", "datasets_loader"):
-        found = peer(name, data, work / name, steps * BATCH)
+        found = peer(args.pythons, name, data, work / name, steps * BATCH)
         shutil.rmtree(work / name, ignore_errors=True)
         if "missing" in found:
             print(f"  {name}: left out, {found['missing']}")

@@ -230,6 +230,7 @@ def _run(
                     if not left[group]:
                         compose.append(group)
             progress.show()
+        pool.shutdown()  # all is done: the workers may leave in good order
     except BrokenProcessPool as error:
         raise WorkerDied(
             "a worker process died (killed, or out of memory); finished work is kept: run the command again to go on"

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--config", metavar="C", help="a run's config or folder; with --doc, --row: at which steps")
     sub.add_argument("--rank", type=int, metavar="R", help="only what this data-parallel rank sees at the step")
     sub.add_argument("--ranks", type=int, metavar="N", help="data-parallel ranks, if parallel.dp_shard leaves it open")
-    sub.add_argument("--split", default="train", choices=["train", "val"])
+    sub.add_argument("--split", choices=["train", "val"], help="(train)")
     sub.add_argument("--chars", type=int, default=400, metavar="N", help="of text shown each; 0: all (400)")
     _packing_options(sub, required=False)
 
@@ -204,12 +204,15 @@ def _print_stats(folder: str) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from data_prep.inspect import View, show_step
 
-    view = View(args.folder, args.split, args.seq_len, args.packing, args.chars)
     if args.step is not None and args.config is None:
         raise DataError("--step needs --config: which rows a step takes depends on seed, sources and batch size")
     if args.step is not None and args.step < 1:
         raise DataError(f"--step {args.step}: optimizer steps are counted from 1")
-    schedule = _schedule(args.config) if args.config else None
+    idle = ("rank", "ranks") if args.step is None else ("split", "seq_len", "packing")
+    if without := [f"--{name.replace('_', '-')}" for name in idle if getattr(args, name) is not None]:
+        raise DataError(f"{' and '.join(without)}: only {'with' if args.step is None else 'without'} --step")
+    view = View(args.folder, args.split or "train", args.seq_len, args.packing, args.chars)
+    schedule = _schedule(args.config, args.folder) if args.config else None
     if args.doc is not None:
         lines = view.document(args.doc, schedule)
     elif args.row is not None:
@@ -220,16 +223,19 @@ def _inspect(args: argparse.Namespace) -> None:
         print(line)
 
 
-def _schedule(config: str) -> Any:
+def _schedule(config: str, folder: str) -> Any:
     """The order in which a run takes rows. The one place where data preparation looks up at training, and only when
     asked about a run: nothing else of `data_prep` needs `pretrain`."""
     from pretrain.data.inspect_step import Schedule
     from pretrain.errors import ConfigError
 
     try:
-        return Schedule(config)
+        schedule = Schedule(config)
     except ConfigError as error:
         raise DataError(str(error)) from error
+    if os.path.realpath(folder) not in map(os.path.realpath, schedule.paths):
+        raise DataError(f"{folder} is no source of {config}; its sources are {', '.join(schedule.paths)}")
+    return schedule
 
 
 def _import(args: argparse.Namespace) -> None:

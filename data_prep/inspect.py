@@ -243,7 +243,9 @@ def show_step(schedule: Any, step: int, rank: int | None, ranks: int | None, cha
     seen = [row for row in taken if rank is None or row.rank == rank]
     if not seen:
         raise DataError(f"rank {rank} takes no row: there are {ranks or schedule.ranks()} data-parallel ranks, from 0")
-    yield f"step {step}: stream rows {taken[0].stream_row} to {taken[-1].stream_row} (data.skip takes such ranges)"
+    end = schedule.cfg.steps
+    beyond = f" (the run ends at step {end})" if step > end else ""
+    yield f"step {step}{beyond}: stream rows {taken[0].stream_row} to {taken[-1].stream_row} (data.skip takes such ranges)"
     for row in seen:
         view = views.setdefault(row.path, View(row.path, "train", chars=chars))
         where = "" if row.rank is None else f"rank {row.rank}, micro-batch {row.micro_batch}, "

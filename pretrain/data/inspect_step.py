@@ -43,6 +43,7 @@ class Schedule:
             seq_len=data.seq_len,
             skip=data.skip,
         )
+        self.paths = self._reader.paths
         self.rows_per_step = self.cfg.train.global_batch_size
 
     def step(self, step: int, ranks: int | None = None) -> Iterator[SeenRow]:

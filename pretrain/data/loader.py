@@ -7,6 +7,7 @@ The state is one integer, the rows consumed; ranks never talk to each other.
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -91,9 +92,10 @@ class Loader:
                 f"{rows_per_step} rows; set train.global_batch_size to {total} or less, or build more data"
             )
         self._check_shape(rows_per_step)
-        self.order = Order(
-            seed=seed, sizes=reader.sizes, weights=weights, stages=stages, seq_len=cfg.seq_len, skip=cfg.skip
+        self._make_order = partial(
+            Order, seed=seed, sizes=reader.sizes, weights=weights, stages=stages, seq_len=cfg.seq_len
         )
+        self.order = self._make_order(skip=cfg.skip)
         self.vocab_size = reader.vocab_size
         self.fingerprint = history(cfg, seed, reader.fingerprint, 0, 0)  # of data, weights and seed
         self.data_wait_seconds = 0.0  # spent in `step` so far
@@ -115,6 +117,14 @@ class Loader:
         if self._device.type == "cpu":
             return made.step
         return made.step._replace(batches=[batch.to(self._device) for batch in made.step.batches])
+
+    def leave_out(self, rows: list[list[int]]) -> None:
+        """Leave these ranges of stream rows out, too, as if `data.skip` named them; what was read ahead is dropped."""
+        self._prefetch.close()
+        self._cfg = self._cfg.model_copy(update={"skip": [*self._cfg.skip, *rows]})
+        self.order = self._make_order(skip=self._cfg.skip)
+        self._plan_first, self._plan = 0, self.order.rows(0, 0)
+        self._prefetch = Prefetcher(self._make, self._cfg.prefetch)
 
     def fingerprint_at(self, rows_consumed: int) -> str:
         """Of all that decided the rows consumed so far: a resumed run must find the same. Unlike `fingerprint` it

@@ -109,6 +109,9 @@ def test_bad_input_ends_with_status_2_and_one_message(
     refused("inspect", tmp_path / "out", "--step", 1, message="--step needs --config")
     refused("inspect", tmp_path / "out", "--step", 1, "--config", tmp_path / "none.toml", message="no such config file")
     refused("inspect", tmp_path / "out", "--step", 0, "--config", "x", message="--step 0: optimizer steps are counted")
+    refused("inspect", tmp_path / "out", "--doc", 0, "--rank", 1, message="--rank: only with --step")
+    refused("inspect", tmp_path / "out", "--step", 1, "--config", "x", "--split", "val", "--seq-len", 8,
+            message="--split and --seq-len: only without --step")  # fmt: skip
     refused("inspect", tmp_path / "out", "--doc", 0, "--split", "val", message="has no split 'val'; it has train")
     refused("pack", tmp_path / "out", "--seq-len", 0, message="seq_len=0")
 

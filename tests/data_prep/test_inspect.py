@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep import cli
 from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.inspect import View, describe, show_step, stats, verify
@@ -196,6 +197,9 @@ schedule = {{ warmup_steps = 1 }}
     shown = list(show_step(schedule, 4, 1, 2, 40))
     assert shown[0] == "step 4: stream rows 36 to 47 (data.skip takes such ranges)"
     assert sum(line.startswith("rank 1, micro-batch") for line in shown) == 6
+    assert next(show_step(schedule, 10, 1, 2, 40)).startswith("step 10 (the run ends at step 9): stream rows 108 to")
+    with pytest.raises(DataError, match=r"is no source of .*config\.toml; its sources are .*/out"):
+        cli._schedule(str(config), str(tmp_path))
     with pytest.raises(DataError, match="leaves the number of data-parallel ranks open"):
         list(show_step(schedule, 4, 1, None, 40))
     with pytest.raises(DataError, match="rank 2 takes no row: there are 2 data-parallel ranks, from 0"):
