@@ -245,7 +245,8 @@ def show_step(schedule: Any, step: int, rank: int | None, ranks: int | None, cha
         raise DataError(f"rank {rank} takes no row: there are {ranks or schedule.ranks()} data-parallel ranks, from 0")
     end = schedule.cfg.steps
     beyond = f" (the run ends at step {end})" if step > end else ""
-    yield f"step {step}{beyond}: stream rows {taken[0].stream_row} to {taken[-1].stream_row} (data.skip takes such ranges)"
+    first, last = taken[0].stream_row, taken[-1].stream_row
+    yield f"step {step}{beyond}: stream rows {first} to {last} (data.skip takes such ranges)"
     for row in seen:
         view = views.setdefault(row.path, View(row.path, "train", chars=chars))
         where = "" if row.rank is None else f"rank {row.rank}, micro-batch {row.micro_batch}, "
