@@ -86,6 +86,10 @@ def _add_predict(commands: Any) -> None:
     predict.add_argument(
         "--unique-tokens", type=float, metavar="U", help="different tokens there are (repetition form)"
     )
+    predict.add_argument("--table", metavar="TABLE", help="measured runs to hold the law against")
+    predict.add_argument(
+        "--where", metavar="EXPR", help="rows of --table to predict; default: those that the fit's --where left out"
+    )
     predict.add_argument("--json", action="store_true")
     predict.set_defaults(run=_predict)
 
@@ -179,14 +183,25 @@ def _fit(args: argparse.Namespace) -> int:
 
 def _predict(args: argparse.Namespace) -> int:
     from pretrain.errors import ConfigError
+    from pretrain.scaling.compare import compare
     from pretrain.scaling.predict import predict_budget, predict_run, predict_target
-    from pretrain.scaling.report import prediction_report
+    from pretrain.scaling.report import comparison_report, prediction_report
     from pretrain.scaling.saved import read_fit
+    from pretrain.scaling.table import read_table
 
     run = args.params is not None and args.tokens is not None
-    if run + (args.flops is not None) + (args.loss is not None) != 1 or (args.params is None) != (args.tokens is None):
-        raise ConfigError("say one of: --params N --tokens D (a run), --flops C (a budget), --loss L (a target)")
+    others = [value for value in (args.flops, args.loss, args.table) if value is not None]
+    if run + len(others) != 1 or (args.params is None) != (args.tokens is None):
+        raise ConfigError(
+            "say one of: --params N --tokens D (a run), --flops C (a budget), --loss L (a target), --table TABLE (runs)"
+        )
+    if args.where is not None and args.table is None:
+        raise ConfigError(f"--where {args.where!r} has no effect without --table")
     fit = read_fit(args.fit)
+    if args.table is not None:
+        compared = compare(fit, read_table(args.table), args.where)
+        print(json.dumps(compared) if args.json else comparison_report(compared))
+        return 0
     if run:
         if args.inference_tokens:
             raise ConfigError("--inference-tokens has no effect beside --params and --tokens; use --flops or --loss")

@@ -16,8 +16,9 @@ from pretrain.scaling.huber import Array
 from pretrain.scaling.identify import problem
 from pretrain.scaling.laws import Laws
 
-KEPT = (0.6, 0.7, 0.8, 0.9)  # shares of the points, smallest compute first, that the splits fit on
+KEPT = (0.4, 0.6, 0.7, 0.8, 0.9)  # shares of the points, smallest compute first, that the splits fit on
 DRAWS = 100
+RIVAL = 1.5  # times a form's error on the largest runs, within which another form is taken for as likely
 
 
 class Held(NamedTuple):
@@ -130,6 +131,12 @@ def choose(scores: list[Score]) -> Score:
     """The form with the fewest parameters among those within 5 % of the lowest error."""
     limit = 1.05 * scores[0].rms + 1e-6
     return min((score for score in scores if score.rms <= limit), key=lambda score: (score.free, score.rms))
+
+
+def rivals(scores: list[Score], form: str) -> list[str]:
+    """Forms that predicted the largest runs nearly as well as `form` or better: these runs cannot refute them."""
+    own = next((score.rms for score in scores if score.form == form), 0.0)
+    return [score.form for score in scores if score.form != form and score.rms <= RIVAL * own]
 
 
 def widening(helds: list[Held]) -> float:

@@ -1,8 +1,8 @@
 """Questions to a saved law: the loss of a planned run, the best split of a budget, the cheapest run to a loss.
 
 Two intervals are told apart. `law_interval` holds the law's own loss, uncertain because the points are few; `interval`
-holds what a run would measure, so it has the scatter of the fitted runs too, and is widened by the factor by which the
-law missed the largest runs when they were left out. Both at 90 %.
+holds what a run would measure, so it has the scatter of the fitted runs too, is widened by the factor by which the law
+missed the largest runs when they were left out, and holds what rival forms say. Both at 90 %.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def predict_run(fit: SavedFit, params: float, tokens: float, *, unique: float | 
     flops = fit.flops_factor * params * tokens
     return (
         {"params": params, "tokens": tokens, "flops": flops}
-        | _loss(fit, params, tokens, unique)
+        | predicted_loss(fit, params, tokens, unique)
         | {
             "marginal": marginal(fit.law, params, tokens, unique),
             "times_largest_flops": flops / fit.content["range"]["flops"][1],
@@ -54,7 +54,7 @@ def predict_budget(
         "tokens": tokens,
         "tokens_interval": interval(drawn.tokens),
         "tokens_per_param": tokens / params,
-        **_loss(fit, params, tokens, unique),
+        **predicted_loss(fit, params, tokens, unique),
         "marginal": marginal(fit.law, params, tokens, unique),
         "times_largest_flops": training / fit.content["range"]["flops"][1],
     }
@@ -115,7 +115,9 @@ def marginal(law: Laws, params: float, tokens: float, unique: float | None = Non
     }
 
 
-def _loss(fit: SavedFit, params: float, tokens: float, unique: float | None) -> dict[str, Any]:
+def predicted_loss(fit: SavedFit, params: float, tokens: float, unique: float | None) -> dict[str, Any]:
+    """The law's loss with both intervals. Rivals are other forms that the largest runs do not tell from this one:
+    `interval` reaches as far beyond their predictions as beyond the law's own."""
     if fit.form.repetition and unique is None:
         unique = tokens
     loss = float(fit.law.loss(params, tokens, unique)[0])
@@ -126,9 +128,11 @@ def _loss(fit: SavedFit, params: float, tokens: float, unique: float | None) -> 
     runs = run_draws(
         fit.replicates, fit.residuals, len(fit.form.free), *asked, fresh, at=np.array([loss]), widen=fit.widen
     )
+    low, high = interval(runs[:, 0]) or (np.nan, np.nan)
+    apart = fit.rivals.loss(params, tokens, unique) / loss
     return {
         "loss": loss,
-        "interval": interval(runs[:, 0]),
+        "interval": (float(low * min([1.0, *apart])), float(high * max([1.0, *apart]))),
         "law_interval": interval(fit.replicates.loss(*asked, fresh)[:, 0]),
     }
 

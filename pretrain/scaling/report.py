@@ -36,6 +36,8 @@ def fit_report(content: dict[str, Any]) -> str:
         scores = [Score(**score) for score in content["forms"]]
         table = ", ".join(f"{score.form} {score.rms:.3%} ({score.free} parameters)" for score in scores)
         lines.append(f"forms by rms error on the largest runs: {table}; chosen by that: {choose(scores).form}")
+    if content["rivals"]:
+        lines.append(f"prediction intervals also hold what {', '.join(one['form'] for one in content['rivals'])} says")
     if content["isoflop"] is not None and content["isoflop"]["exponent"] is not None:
         found = content["isoflop"]
         exponent = found["exponent"]
@@ -75,6 +77,23 @@ def prediction_report(answer: dict[str, Any], law: str) -> str:
     if answer.get("times_largest_flops", 0) > 1:
         lines.append(f"  {answer['times_largest_flops']:.3g} times the compute of the largest run of the fit")
     return "\n".join(lines)
+
+
+def comparison_report(answer: dict[str, Any]) -> str:
+    lines = [f"{'line':>6}{'params':>11}{'tokens':>11}{'measured':>10}{'predicted':>11}{'error':>9}   90 % interval"]
+    for run in answer["runs"]:
+        outside = "" if run["inside"] in (True, None) else "  outside"
+        lines.append(
+            f"{run['line']:>6}{run['params']:>11.4g}{run['tokens']:>11.4g}{run['measured']:>10.4f}"
+            f"{run['predicted']:>11.4f}{run['error']:>+9.2%}   {_interval(run['interval'])}{outside}"
+        )
+    summary = (
+        f"{len(answer['runs'])} runs up to {answer['times_largest_flops']:.3g} times the largest fitted compute: "
+        f"error {answer['mean_error']:+.2%} on average, {answer['median_absolute_error']:.2%} median, "
+        f"{answer['rms_error']:.2%} rms"
+    )
+    inside = answer["inside_interval"]
+    return "\n".join([*lines, summary + ("" if inside is None else f"; {inside:.0%} inside their 90 % intervals")])
 
 
 def hyper_report(answer: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ class SavedFit:
     law: Laws
     replicates: Laws
     residuals: Array  # log measured - log fitted
+    rivals: Laws  # other forms that predicted the largest runs about as well, one row each
     widen: float  # factor on prediction intervals, from the largest runs left out
     flops_factor: float  # FLOPs = factor * params * tokens
 
@@ -34,16 +35,15 @@ def write_fit(path: str | Path, content: dict[str, Any]) -> None:
 def read_fit(path: str | Path) -> SavedFit:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        law = np.array([[_number(value) for value in content["law"]]])
-        replicates = np.array([[_number(value) for value in row] for row in content["replicates"]]).reshape(
-            -1, len(COLUMNS)
-        )
+        law = _rows([content["law"]])
+        replicates, rivals = _rows(content["replicates"]), _rows([one["law"] for one in content["rivals"]])
         return SavedFit(
             path=str(path),
             content=content,
             form=FORMS[content["form"]],
             law=Laws(law),
             replicates=Laws(replicates),
+            rivals=Laws(rivals),
             residuals=np.array(content["residuals"], dtype=np.float64),
             widen=float(content["leave_largest_out"]["widening"]),
             flops_factor=float(content["flops_factor"]),
@@ -61,5 +61,5 @@ def plain_rows(rows: Array) -> list[list[float | str]]:
     return [[float(f"{value:.10g}") if np.isfinite(value) else str(value) for value in row] for row in rows]
 
 
-def _number(value: float | str) -> float:
-    return float(value)
+def _rows(values: list[list[float | str]]) -> Array:
+    return np.array([[float(value) for value in row] for row in values]).reshape(-1, len(COLUMNS))

@@ -96,6 +96,10 @@ def study(table: Table, ask: Question) -> dict[str, Any]:
         "outliers": _outliers(fit, chosen.lines),
         "leave_largest_out": _largest_out(own, widen, chosen.lines),
         "forms": [score._asdict() for score in scores],
+        "rivals": [
+            {"form": other, "law": plain_rows(fit_law(points, other, bootstrap=0).law.rows)[0]}
+            for other in holdout.rivals(scores, name)
+        ],
         "isoflop": _isoflop(chosen, ask, points),
         "next_run": identify.next_run(points, fit.form, fit.law, noise=max(fit.noise, 1e-4))._asdict(),
         "bootstrap": {"replicates": ask.bootstrap, "seed": ask.seed, "weight_variance": fit.stretch},

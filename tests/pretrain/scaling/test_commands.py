@@ -116,6 +116,42 @@ def test_predict_splits_a_budget_and_counts_inference(fit, capsys, true_law):
     assert back["params"] == pytest.approx(served["params"], rel=1e-2)
 
 
+def test_predict_holds_the_law_against_the_runs_that_the_fit_left_out(table, tmp_path, capsys):
+    small = "params * tokens < 2e19"
+    run("fit", table, *COLUMNS, "--where", small, "--bootstrap", 200, "--out", tmp_path / "fit.json")
+    capsys.readouterr()
+    run("predict", tmp_path / "fit.json", "--table", table, "--json")
+    answer = json.loads(capsys.readouterr().out)
+    large = [one for one in answer["runs"] if one["params"] * one["tokens"] >= 2e19]
+    assert len(answer["runs"]) == len(large) > 3
+    assert answer["inside_interval"] > 0.7
+    assert answer["times_largest_flops"] > 10
+    errors = [one["measured"] / one["predicted"] - 1 for one in large]
+    assert answer["rms_error"] == pytest.approx(np.sqrt(np.mean(np.square(errors))))
+    assert answer["rms_error"] < 0.02
+    run("predict", tmp_path / "fit.json", "--table", table, "--where", "largest(params, 5) and tokens > 9e10")
+    out = capsys.readouterr().out
+    assert "inside their 90 % intervals" in out
+    assert len(out.splitlines()) == 3
+    with pytest.raises(ConfigError, match="--where 'a > 1' has no effect without --table"):
+        run("predict", tmp_path / "fit.json", "--flops", 1e20, "--where", "a > 1")
+
+
+def test_other_forms_that_the_largest_runs_cannot_refute_widen_the_interval(fit, tmp_path, capsys):
+    content = json.loads(fit.read_text())
+    higher = [*content["law"][:2], content["law"][2] + 0.1, *content["law"][3:]]
+    answers = []
+    for rivals in ([], [{"form": "overtrained", "law": higher}]):
+        (tmp_path / "fit.json").write_text(json.dumps(content | {"rivals": rivals}))
+        run("predict", tmp_path / "fit.json", "--params", "7e10", "--tokens", "1.4e12", "--json")
+        answers.append(json.loads(capsys.readouterr().out))
+    alone, doubted = answers
+    rival = alone["loss"] + (np.exp(0.1) - 1) * content["E"]["value"]
+    assert doubted["interval"][0] == alone["interval"][0]
+    assert doubted["interval"][1] == pytest.approx(alone["interval"][1] * rival / alone["loss"])
+    assert (doubted["loss"], doubted["law_interval"]) == (alone["loss"], alone["law_interval"])
+
+
 def test_predict_speaks_in_words_too(fit, capsys):
     run("predict", fit, "--flops", "1e23", "--inference-tokens", "1e13")
     out = capsys.readouterr().out

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from pretrain.scaling.forms import FORMS, Points
-from pretrain.scaling.holdout import choose, compare_forms, noise_floor, rolling, split, widening
+from pretrain.scaling.holdout import choose, compare_forms, noise_floor, rivals, rolling, split, widening
 
 CHINCHILLA = FORMS["chinchilla"]
 
@@ -19,7 +19,7 @@ def test_a_split_keeps_the_smallest_and_never_parts_equal_runs(grid):
 
 def test_the_largest_runs_of_an_exact_law_are_predicted_exactly(grid):
     held = rolling(grid(), CHINCHILLA, draws=0)
-    assert [round(one.kept, 1) for one in held] == [0.6, 0.7, 0.8, 0.9]
+    assert [round(one.kept, 1) for one in held] == [0.4, 0.6, 0.7, 0.8, 0.9]
     assert max(one.rms for one in held) < 1e-6
 
 
@@ -39,9 +39,11 @@ def test_the_right_form_wins_on_the_largest_runs():
     names = ("chinchilla", "overtrained")
     scores = compare_forms({name: rolling(unequal, FORMS[name], draws=0) for name in names})
     assert choose(scores).form == "chinchilla"
+    assert rivals(scores, "chinchilla") == []
     equal = Points(n, d, (1.9 + 300.0 / n**0.33 + 700.0 / d**0.33) * scatter, d)
     scores = compare_forms({name: rolling(equal, FORMS[name], draws=0) for name in names})
     assert choose(scores).form == "overtrained"
+    assert rivals(scores, "overtrained") == ["chinchilla"]  # which holds the law of equal exponents too
 
 
 def test_the_noise_floor_is_the_spread_between_seeds(grid):
