@@ -1,15 +1,20 @@
-"""Small tokenizers of every kind, trained once, and where the optional shared data lies."""
+"""Small tokenizers of every kind, a corpus and what is built of it, made once; where the optional shared data lies."""
 
 import base64
+import gzip
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from data_prep.build import build
+from data_prep.inspect import verify
+from data_prep.plan import Settings
 from data_prep.tokenizer import load_tokenizer
 from data_prep.tokenizer_hf import BYTE_OF_CHAR
 from data_prep.tokenizer_train import train_tokenizer
+from tests.data_prep.builds import quiet, tree
 
 KINDS = ("sentencepiece", "bpe", "tiktoken")
 
@@ -46,3 +51,33 @@ def shared() -> Path:
     if not found.is_dir():
         pytest.skip(f"{found} is not there (set PRETRAIN_SHARED)")
     return found
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some 2 MB in every kind of file: two large jsonl files, many small text files, one compressed."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for name, count in (("a", 900), ("b", 500)):
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+            for i in range(count):
+                file.write(
+                    json.dumps({"text": f"{name} {i} {PROSE[i % 97 :]}" * (1 + i % 4)}, ensure_ascii=False) + "\n"
+                )
+                if i % 50 == 0:
+                    file.write("\n")
+    for i in range(100):
+        (folder / f"note-{i:03}.txt").write_text(f"note {i}\n{PROSE[: 50 + 3 * i]}")
+    (folder / "z.jsonl.gz").write_bytes(
+        gzip.compress(b"".join(json.dumps({"text": f"zipped {i}"}).encode() + b"\n" for i in range(300)))
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(corpus: Path, tokenizers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What one undisturbed worker makes of the corpus."""
+    out = tmp_path_factory.mktemp("reference") / "out"
+    settings = Settings((str(corpus),), val_fraction=0.1)
+    build(settings, tokenizers["bpe"], out, seq_len=256, say=quiet)
+    verify(out)
+    return tree(out)
