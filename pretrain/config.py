@@ -154,6 +154,12 @@ class Config(Table):
                 f"set global_batch_size={rows * max(1, round(train.global_batch_size / rows))} "
                 f"or another micro_batch_size"
             )
+        if self.metrics.noise_scale and train.global_batch_size == rows:
+            raise ConfigError(
+                f"metrics.noise_scale=true compares a step's first micro-batch with the whole step, but "
+                f"train.global_batch_size={rows} is one micro-batch on {dp} ranks; lower train.micro_batch_size or "
+                f"raise global_batch_size"
+            )
         return Layout(par.dp_replicate, shard, par.cp, par.tp, train.global_batch_size // rows)
 
 
@@ -235,6 +241,11 @@ def _check_engine(cfg: Config) -> None:
         raise ConfigError(
             f'precision.reduce="{cfg.precision.reduce}" is not available with parallel.engine="zero"; '
             f'set precision.reduce="fp32" or use parallel.engine="fsdp"'
+        )
+    if cfg.metrics.noise_scale:
+        raise ConfigError(
+            'metrics.noise_scale=true is not available with parallel.engine="zero", which does not show the gradient '
+            'of a single micro-batch; leave it out or use parallel.engine="fsdp"'
         )
     for axis, size in (("tp", par.tp), ("cp", par.cp)):
         if size > 1:

@@ -261,6 +261,8 @@ class EvalConfig(Table):
 
 class MetricsConfig(Table):
     every: Positive = 10  # optimizer steps a window
+    layers: Flag = False  # gradient norm and activation RMS of each block, at the step that closes a window
+    noise_scale: Flag = False  # the gradient noise scale, likewise; takes two micro-batches a step
     sinks: list[Literal["console", "jsonl", "wandb", "tensorboard"]] = ["console", "jsonl"]
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
     wandb_project: str = "llama-pretrain"

@@ -30,8 +30,14 @@ class Forward(Protocol):
 
 
 class Engine(Forward, Protocol):
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Accumulate gradients in fp32; `last` marks the step's last micro-batch."""
+    def backward(self, loss: Tensor, *, last: bool, reduce: bool = False) -> None:
+        """Accumulate gradients in fp32; `last` marks the step's last micro-batch, `reduce` one after which gradients
+        are looked at."""
+        ...
+
+    def grad_squares(self) -> dict[str, Tensor]:
+        """This rank's share of each parameter's squared gradient norm, by name, before clipping: the sums over ranks
+        are whole. Between a backward that was `last` or reduced and the step; collective."""
         ...
 
     def step(self, lr: float) -> Tensor:

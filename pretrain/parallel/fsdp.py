@@ -63,15 +63,19 @@ class FsdpEngine:
         # All ranks of tp have the same loss to differentiate; in sums over all ranks the first one's counts.
         return LossSums(sums.total, *(torch.zeros_like(part) for part in sums[1:]))
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        root = self.model
+    def backward(self, loss: Tensor, *, last: bool, reduce: bool = False) -> None:
+        root, reduce = self.model, last or reduce
         assert isinstance(root, FSDPModule)
-        root.set_is_last_backward(last)
+        root.set_is_last_backward(reduce)
         if self._local:
-            root.set_requires_gradient_sync(last)
+            root.set_requires_gradient_sync(reduce)
         elif self._replicated:
-            root.set_requires_all_reduce(last)
+            root.set_requires_all_reduce(reduce)
         loss.backward()
+
+    def grad_squares(self) -> dict[str, Tensor]:
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return dict(zip(grads, square_shares(list(grads.values())), strict=True))
 
     def step(self, lr: float) -> Tensor:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -138,11 +142,15 @@ def gather_ahead(modules: list[FSDPModule], count: int) -> None:
 
 def global_norm(grads: list[Tensor]) -> Tensor:
     """The 2-norm of all gradients as one vector, the same on every rank, whatever part of each a rank holds."""
-    squares = torch.stack(torch._foreach_norm([_local(g) for g in grads])).square()
-    copies = torch.tensor([_copies(g) for g in grads], dtype=squares.dtype, device=squares.device)
-    total = (squares / copies).sum()
+    total = square_shares(grads).sum()
     dist.all_reduce(total)
     return total.sqrt()
+
+
+def square_shares(grads: list[Tensor]) -> Tensor:
+    """This rank's share of each gradient's squared norm: the sums over ranks are whole."""
+    squares = torch.stack(torch._foreach_norm([_local(g) for g in grads])).square()
+    return squares / torch.tensor([_copies(g) for g in grads], dtype=squares.dtype, device=squares.device)
 
 
 def _copies(tensor: Tensor) -> int:

@@ -141,12 +141,18 @@ class ZeroEngine:
         inputs = model_inputs(batch, mask_documents=self.cfg.data.mask_documents, kernel=self.model.kernel)
         return LossSums(*self.engine(batch.inputs, **inputs))
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, *, last: bool, reduce: bool = False) -> None:
+        assert last or not reduce, "refused by the config"
         # DeepSpeed averages over ranks; the loop has already divided by the global number of targets.
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         if not last:
             self.engine.step()
+
+    def grad_squares(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        return {n: safe_get_full_grad(p).norm().square() / dist.get_world_size() for n, p in self._names.items()}
 
     def step(self, lr: float) -> Tensor:
         for group in self.engine.optimizer.param_groups:

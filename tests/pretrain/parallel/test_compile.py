@@ -23,7 +23,8 @@ def compiled_model(monkeypatch: pytest.MonkeyPatch, backend: Any, **changes: Any
     """A model whose blocks compile with `backend`, which takes less time than the default's C++."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    model = build_model(small_config("u", "u", compile__enabled=True, model__n_layers=3, **changes), torch.device("cpu"))
+    cfg = small_config("u", "u", compile__enabled=True, model__n_layers=3, **changes)
+    model = build_model(cfg, torch.device("cpu"))
     init_weights(model, 7, 3)
     return model
 
