@@ -4,9 +4,10 @@ Every key has a default but those marked *. `config` puts the tables together an
 """
 
 import math
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pretrain.presets import PRESETS
 
@@ -48,6 +49,8 @@ Int = Annotated[int, BeforeValidator(_whole)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Positive = Annotated[Int, Field(ge=1)]
 Count = Annotated[Int, Field(ge=0)]
+Location = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+"""A file or folder; ~ is read as a shell would, which leaves it alone in run.dir=~/x."""
 
 
 class Table(BaseModel):
@@ -56,7 +59,7 @@ class Table(BaseModel):
 
 class RunConfig(Table):
     name: Annotated[str, Field(min_length=1)]  # *
-    dir: Annotated[str, Field(min_length=1)]  # * everything that this run writes
+    dir: Location  # * everything that this run writes
     seed: Annotated[Int, Field(ge=0, lt=2**63 - 2**20)] = 1234
     deterministic: Flag = False  # refuse operations whose result may differ from run to run
     timeout_seconds: Annotated[Float, Field(gt=0)] = 600.0  # a collective that takes longer ends the job
@@ -132,7 +135,7 @@ class ModelConfig(Table):
 
 
 class Source(Table):
-    path: Annotated[str, Field(min_length=1)]  # a folder made by pretrain-data build
+    path: Location  # a folder made by pretrain-data build
     weight: Annotated[Float, Field(gt=0)] = 1.0  # share of the tokens, relative to the other sources
 
 
@@ -222,7 +225,7 @@ class ParallelConfig(Table):
 
 
 class InitConfig(Table):
-    from_: str | None = Field(default=None, alias="from")  # a checkpoint, or a model made by pretrain import
+    from_: Location | None = Field(default=None, alias="from")  # a checkpoint, or a model made by pretrain import
     load: Literal["weights", "all"] = "weights"
     data: Literal["restart", "continue"] = "restart"
 

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from pretrain.config import Config
 from pretrain.config_file import parse_config
-from pretrain.config_tables import Count, Float, ModelConfig, Positive, Table
+from pretrain.config_tables import Count, Float, Location, ModelConfig, Positive, Table
 from pretrain.errors import ConfigError
 from pretrain.metrics.flops import flops_per_token, parameter_counts
 from pretrain.metrics.hardware import device_named
@@ -37,7 +37,7 @@ _OWN: dict[str, tuple[str, ...] | None] = {
 
 class Design(Table):
     name: Annotated[str, Field(min_length=1)]  # * begins the name of every run
-    dir: str | None = None  # where the runs write; none: OUT/runs
+    dir: Location | None = None  # where the runs write; none: OUT/runs
     design: Literal["grid", "isoflop"] = "grid"
     sizes: tuple[Size, ...] = ()  # parameters, counted as shape.count says
     tokens_per_param: tuple[

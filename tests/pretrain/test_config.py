@@ -170,6 +170,12 @@ def test_a_wrong_key_stops_the_command_within_seconds_with_status_2(base: Path) 
     assert time.monotonic() - began < 60  # five seconds on an idle machine: torch is not loaded
 
 
+def test_a_tilde_in_a_path_is_the_home_folder_wherever_paths_are_written(base: Path) -> None:
+    cfg = load_config(base, ["run.dir=~/runs/x", 'data.sources=[{path="~/data"}]', "init.from=~/old"])
+    home = str(Path.home())
+    assert (cfg.run.dir, cfg.data.sources[0].path, cfg.init.from_) == (f"{home}/runs/x", f"{home}/data", f"{home}/old")
+
+
 def test_configs_are_frozen(base: Path) -> None:
     cfg: Config = load_config(base)
     with pytest.raises(Exception, match="frozen"):
