@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pretrain.config import Config
 from pretrain.config_file import parse_config
@@ -23,7 +23,16 @@ from pretrain.metrics.flops import flops_per_token, parameter_counts
 from pretrain.metrics.hardware import device_named
 from pretrain.scaling.shapes import Rules, ShapeRules, count_params, shape
 
+
+def different(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    twice = [value for value in values if values.count(value) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]:g} stands there twice; two points would be one run")
+    return values
+
+
 Size = Annotated[Float, Field(gt=0)]
+Sizes = Annotated[tuple[Size, ...], AfterValidator(different)]
 # Keys that the ladder sets itself, by table; a table with None is the ladder's altogether.
 _OWN: dict[str, tuple[str, ...] | None] = {
     "run": None,
@@ -39,18 +48,16 @@ class Design(Table):
     name: Annotated[str, Field(min_length=1)]  # * begins the name of every run
     dir: Location | None = None  # where the runs write; none: OUT/runs
     design: Literal["grid", "isoflop"] = "grid"
-    sizes: tuple[Size, ...] = ()  # parameters, counted as shape.count says
-    tokens_per_param: tuple[
-        Size, ...
-    ] = ()  # grid: lengths as multiples of the size; isoflop: one, each budget's middle
-    tokens: tuple[Size, ...] = ()  # grid: lengths, instead of multiples
-    budgets: tuple[Size, ...] = ()  # isoflop: FLOPs of each budget
+    sizes: Sizes = ()  # parameters, counted as shape.count says
+    tokens_per_param: Sizes = ()  # grid: lengths as multiples of the size; isoflop: one, each budget's middle
+    tokens: Sizes = ()  # grid: lengths, instead of multiples
+    budgets: Sizes = ()  # isoflop: FLOPs of each budget
     sizes_per_budget: Positive = 7
     span: Annotated[Float, Field(gt=1)] = 4.0  # isoflop: largest size of a budget over its middle one
     total_flops: Size | None = None  # instead of sizes or budgets: all runs together
     rungs: Positive = 5  # with total_flops: how many sizes or budgets
     ratio: Annotated[Float, Field(gt=1)] = 2.0  # with total_flops: of a size or budget to the next smaller one
-    seeds: Annotated[tuple[Count, ...], Field(min_length=1)] = (1234,)
+    seeds: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(different)] = (1234,)
     flops: Literal["causal", "full"] = "causal"  # convention of attention FLOPs
 
     @model_validator(mode="after")
@@ -72,6 +79,14 @@ class Hardware(Table):
     peak_tflops: Size | None = None  # dense bf16, where the device is unknown
     mfu: Annotated[Float, Field(gt=0, le=1)] = 0.4  # of the convention that [ladder] names
 
+    @model_validator(mode="after")
+    def _one_peak(self) -> "Hardware":
+        if self.device is not None and self.peak_tflops is not None:
+            raise ValueError(
+                f"peak_tflops={self.peak_tflops:g} has no effect beside device={self.device!r}; remove one"
+            )
+        return self
+
     def flops_per_hour(self) -> float | None:
         if self.device is not None:
             return 3600.0 * self.mfu * device_named(self.device).bf16_flops
@@ -79,8 +94,8 @@ class Hardware(Table):
 
 
 class Sweep(Table):
-    lr: Annotated[tuple[Size, ...], Field(min_length=1)] = (1.0,)  # factors on the rule's learning rate
-    batch: Annotated[tuple[Size, ...], Field(min_length=1)] = (1.0,)  # factors on the rule's batch
+    lr: Annotated[Sizes, Field(min_length=1)] = (1.0,)  # factors on the rule's learning rate
+    batch: Annotated[Sizes, Field(min_length=1)] = (1.0,)  # factors on the rule's batch
 
 
 class LadderConfig(Table):
@@ -254,7 +269,8 @@ class _Maker:
 
     def _batch_and_lr(self, model: ModelConfig, tokens: float) -> tuple[int, float]:
         rules, params = self.cfg.rules, count_params(model, self.cfg.shape.count)
-        multiple = rules.batch_multiple or int(self.cfg.base.get("train", {}).get("micro_batch_size", 1))
+        micro = self.cfg.base.get("train", {}).get("micro_batch_size", 1)
+        multiple = rules.batch_multiple or (micro if isinstance(micro, int) and micro > 0 else 1)
         wanted = self.batch_factor * rules.batch_tokens.value(model.d_model, params, tokens) / self.cfg.seq_len
         rows = multiple * max(1, round(wanted / multiple))
         return rows, self.lr_factor * rules.lr.value(model.d_model, params, tokens)
@@ -276,6 +292,11 @@ class _Maker:
         cfg, model = self.cfg, run.model
         params, counts = count_params(model, cfg.shape.count), parameter_counts(model)
         tokens = steps * rows * cfg.seq_len
+        if not 0.8 < tokens / run.tokens < 1.25:
+            raise ConfigError(
+                f"{params:.4g} params on {run.tokens:.4g} tokens are {run.tokens / rows / cfg.seq_len:.2g} steps of "
+                f"rules.batch_tokens, {rows * cfg.seq_len:,}; lower it, or batch_multiple, or train for longer"
+            )
         new_tokens = train["steps"] * rows * cfg.seq_len
         name = f"{cfg.ladder.name}-n{_short(params)}-d{_short(tokens)}{self.suffix}"
         base = {table: dict(keys) for table, keys in cfg.base.items()}

@@ -191,6 +191,13 @@ def test_device_hours_come_from_the_stated_mfu(tmp_path):
         ({"base": BASE["base"] | {"optimizer": {"lr": 1e-3}}}, "base.optimizer.lr is set by the ladder"),
         ({"base": BASE["base"] | {"model": {"d_model": 64}}}, "base.model.d_model is set by the ladder"),
         ({"base": {"data": {}}}, "base.data.seq_len is missing"),
+        ({"ladder": {"seeds": [1, 2, 1]}}, r"ladder.seeds=.*: 1 stands there twice; two points would be one run"),
+        ({"sweep": {"lr": [0.5, 0.5]}}, r"sweep.lr=.*: 0.5 stands there twice"),
+        ({"rules": BASE["rules"] | {"lr": {"base": 0}}}, "rules.lr.base=0: Input should be greater than 0"),
+        (
+            {"hardware": {"device": "h100-sxm", "peak_tflops": 5}},
+            "peak_tflops=5 has no effect beside device='h100-sxm'",
+        ),
     ],
 )
 def test_a_ladder_that_cannot_work_is_refused_by_key(tmp_path, changes, message):
@@ -203,6 +210,8 @@ def test_sizes_too_near_for_their_shapes_and_too_small_for_their_heads_are_refus
         points(ladder(tmp_path, ladder={"sizes": [1e6, 1.001e6]}), tmp_path)
     with pytest.raises(ConfigError, match="no Llama of head_dim=128 and aspect=24 has about 3e"):
         points(ladder(tmp_path, ladder={"sizes": [3e4]}, shape=BASE["shape"] | {"head_dim": 128}), tmp_path)
+    with pytest.raises(ConfigError, match=r"tokens are 1.3 steps of rules.batch_tokens, 8,000,000; lower it"):
+        points(ladder(tmp_path, rules={"batch_tokens": {"base": 8e6}}), tmp_path)
 
 
 def test_a_key_of_the_base_that_no_run_has_is_refused_with_the_point(tmp_path):
