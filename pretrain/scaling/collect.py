@@ -7,6 +7,7 @@ since a law fitted through half a schedule is wrong without looking so.
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -127,13 +128,19 @@ def _mean_loss(run: _Run, tail: float) -> float | None:
     return total / weight
 
 
+def _noise_scale(run: _Run, step: int) -> float | None:
+    """Median of what was measured over the later half of the way to `step`; None where nothing was."""
+    seen = [line.get("grad_noise_scale") for line in run.training if step / 2 < line["step"] <= step]
+    known = [value for value in seen if value is not None]
+    return statistics.median(known) if known else None
+
+
 def _rows(run: _Run, wanted: Wanted) -> list[dict[str, Any]]:
     cfg = run.config
     counts = parameter_counts(cfg.model)
     bare = counts.total - counts.embedding - counts.head
     per_token = flops_per_token(cfg.model, cfg.data.seq_len, causal=wanted.flops == "causal")
     last = run.training[-1]
-    noise = [line["grad_noise_scale"] for line in run.training if line.get("grad_noise_scale") is not None]
     same: dict[str, Any] = {
         "run": cfg.run.name,
         "params": bare,  # without embedding and head
@@ -151,7 +158,6 @@ def _rows(run: _Run, wanted: Wanted) -> list[dict[str, Any]]:
         "schedule": cfg.schedule.name,
         "seed": cfg.run.seed,
         "outcome": run.reason,
-        "grad_noise_scale": sorted(noise[len(noise) // 2 :])[len(noise) // 4] if noise else None,
     }
     rows = []
     tokens_at = {line["step"]: line for line in run.training}
@@ -181,6 +187,7 @@ def _rows(run: _Run, wanted: Wanted) -> list[dict[str, Any]]:
                 "val_loss": val,
                 "val_bits_per_byte": None if line is None else line.get("val_bits_per_byte"),
                 "flops": per_token * at["tokens"],
+                "grad_noise_scale": _noise_scale(run, at["step"]),
             }
             | rest
         )

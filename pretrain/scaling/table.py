@@ -55,16 +55,11 @@ def read_table(path: str | Path) -> Table:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: no such table")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        raw = pq.read_table(path).to_pydict()
-        rows = [dict(zip(raw, values, strict=True)) for values in zip(*raw.values(), strict=True)]
-        lines = list(range(1, len(rows) + 1))
-    elif path.suffix in (".jsonl", ".json"):
-        rows, lines = _read_json(path)
-    else:
-        rows, lines = _read_csv(path)
+    read = {".parquet": _read_parquet, ".jsonl": _read_json, ".json": _read_json}.get(path.suffix, _read_csv)
+    try:
+        rows, lines = read(path)
+    except ValueError as error:  # of bytes that are no text, JSON or parquet
+        raise ConfigError(f"{path}: cannot be read as a table: {error}") from None
     if not rows:
         raise ConfigError(f"{path}: the table has no rows")
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -75,6 +70,8 @@ def read_table(path: str | Path) -> Table:
 def write_table(path: str | Path, rows: list[dict[str, Any]]) -> None:
     """CSV, or parquet or JSON lines by the suffix; columns in the order in which rows first name them."""
     path = Path(path)
+    if path.suffix not in (".csv", ".jsonl", ".parquet"):
+        raise ConfigError(f"--out {path}: tables are written as .csv, .jsonl or .parquet; choose one by the suffix")
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(name for row in rows for name in row))
     if path.suffix == ".parquet":
@@ -127,17 +124,21 @@ def _read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return rows, lines
 
 
+def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(path).to_pylist()
+    return rows, list(range(1, len(rows) + 1))
+
+
 def _read_json(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     text = path.read_text(encoding="utf-8")
-    try:
-        if path.suffix == ".json":
-            rows = json.loads(text)
-            lines = list(range(1, len(rows) + 1))
-        else:
-            pairs = [(number, json.loads(line)) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-            rows, lines = [row for _, row in pairs], [number for number, _ in pairs]
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    if path.suffix == ".json":
+        rows = json.loads(text)
+        lines = list(range(1, len(rows) + 1))
+    else:
+        pairs = [(number, json.loads(line)) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        rows, lines = [row for _, row in pairs], [number for number, _ in pairs]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path}: a list of objects is wanted, one a run")
     return rows, lines

@@ -53,6 +53,8 @@ def test_a_finished_run_is_one_row_with_counts_by_the_named_convention(tmp_path)
     assert row["train_loss"] == pytest.approx(4.0)
     assert row["unique_tokens"] == 12_500  # two epochs
     assert row["batch_tokens"] == 256
+    rows = collect([tmp_path / "a"], Wanted(intermediate=True))
+    assert [row["grad_noise_scale"] for row in rows] == [400.0, 800.0]  # medians of the later half of the way there
     (full,) = collect([tmp_path / "a"], Wanted(flops="full"))
     assert full["flops"] == 25_000 * flops_per_token(model, 64, causal=False)
 

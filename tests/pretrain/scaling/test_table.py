@@ -101,6 +101,12 @@ def test_a_short_row_and_a_missing_file_are_named(tmp_path):
         read_table(path)
     with pytest.raises(ConfigError, match="no such table"):
         read_table(tmp_path / "other.csv")
+    for name, content in (("a.csv", b"\xff\xfe\x00"), ("a.jsonl", b"{"), ("a.parquet", b"PAR?")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{name}: cannot be read as a table"):
+            read_table(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"runs.xlsx: tables are written as .csv, .jsonl or .parquet"):
+        write_table(tmp_path / "runs.xlsx", ROWS)
 
 
 def test_a_list_of_objects_is_a_table_too(tmp_path):
