@@ -22,6 +22,9 @@ from pretrain.scaling.saved import plain_rows
 from pretrain.scaling.table import Table
 
 
+MANY = 15  # rows of a size that look like checkpoints and not like runs
+
+
 @dataclass(frozen=True)
 class Question:
     """The columns of the table and how to fit them."""
@@ -103,7 +106,7 @@ def study(table: Table, ask: Question) -> dict[str, Any]:
         "isoflop": _isoflop(chosen, ask, points),
         "next_run": identify.next_run(points, fit.form, fit.law, noise=max(fit.noise, 1e-4))._asdict(),
         "bootstrap": {"replicates": ask.bootstrap, "seed": ask.seed, "weight_variance": fit.stretch},
-        "warnings": _warnings(fit, own, scores),
+        "warnings": _warnings(fit, own, scores) + _checkpoints(points, ask),
         "law_columns": list(COLUMNS),
         "law": plain_rows(fit.law.rows)[0],
         "residuals": [float(f"{value:.6g}") for value in fit.residuals],
@@ -223,6 +226,16 @@ def _isoflop(table: Table, ask: Question, points: Points) -> dict[str, Any] | No
             for curve, valley in zip(found.curves, found.minima, strict=True)
         ],
     }
+
+
+def _checkpoints(points: Points, ask: Question) -> list[str]:
+    count, sizes = len(points.loss), len(identify.distinct(points.params))
+    if ask.group is not None or count <= MANY * sizes:
+        return []
+    return [
+        f"{count} rows of {sizes} sizes: where rows are checkpoints of one run, name its column with --group, or the "
+        f"intervals are too narrow; and only checkpoints at a constant rate lie on a law of whole runs"
+    ]
 
 
 def _warnings(fit: Fit, helds: list[holdout.Held], scores: list[holdout.Score]) -> list[str]:
