@@ -21,7 +21,6 @@ from pretrain.scaling.laws import COLUMNS
 from pretrain.scaling.saved import plain_rows
 from pretrain.scaling.table import Table
 
-
 MANY = 15  # rows of a size that look like checkpoints and not like runs
 
 
