@@ -18,9 +18,12 @@ def describe(run: Path, *, lines: int = 10, now: float | None = None) -> str:
     now = time.time() if now is None else now
     metrics = [record for record in run_folder.records(run / "metrics.jsonl") if "loss" in record]
     events = run_folder.records(run / "events.jsonl")
-    said = [f"run       {run}", f"state     {state(run, metrics, now)}"]
-    if job := ledger.last_job(run):
-        said.append(f"job       {job} ({_of_job(job)})")
+    job = ledger.last_job(run)
+    found = slurm_commands.state(job) if job is not None else None
+    said = [f"run       {run}", f"state     {state(run, metrics, now, found or '')}"]
+    if job is not None:
+        why = slurm_commands.reason(job) if found is not None and "PENDING" in found else None
+        said.append(f"job       {job} ({found or 'not known to SLURM any more'}{f': {why}' if why else ''})")
     if metrics:
         said += _progress(run, metrics)
     said += _story(run, events)
@@ -30,26 +33,24 @@ def describe(run: Path, *, lines: int = 10, now: float | None = None) -> str:
     return "\n".join(said)
 
 
-def _of_job(job: str) -> str:
-    found = slurm_commands.state(job)
-    if found is None:
-        return "not known to SLURM any more"
-    why = slurm_commands.reason(job) if "PENDING" in found else None
-    return f"{found}: {why}" if why else found
-
-
 def require_run(run: Path) -> None:
     if not (run / "config.toml").exists() and not ledger.path_of(run).exists():
         raise ConfigError(f"{run}: no run folder (it has no config.toml); give the run.dir of a run that was started")
 
 
-def state(run: Path, metrics: list[dict[str, Any]], now: float) -> str:
+def state(run: Path, metrics: list[dict[str, Any]], now: float, job: str = "") -> str:
+    """In words; `job` is what SLURM calls the run's newest job, if it has one."""
     outcome = run_folder.read_outcome(run)
     if outcome is not None:
         text = f"{outcome['reason']} at step {outcome['step']} (status {outcome['status']})"
-        return text + (f": {outcome['message']}" if outcome.get("message") else "")
+        text += f": {outcome['message']}" if outcome.get("message") else ""
+        if outcome["reason"] in ("preempted", "time_limit") and ("PENDING" in job or "RUNNING" in job):
+            return f"{'waiting' if 'PENDING' in job else 'starting'} to go on after {text}"
+        return text
+    if "PENDING" in job:
+        return "waiting in SLURM's queue"
     if not metrics:
-        return "no step logged yet, and no outcome"
+        return "starting" if "RUNNING" in job else "no step logged yet, and no outcome"
     quiet = now - (run / "metrics.jsonl").stat().st_mtime
     usual = statistics.median(record.get("step_seconds") or 0.0 for record in metrics[-_RECENT:])
     gap = metrics[-1]["step"] - metrics[-2]["step"] if len(metrics) > 1 else 1

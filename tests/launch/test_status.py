@@ -67,7 +67,9 @@ def test_stop_leaves_the_file_that_the_run_honours(run, capsys, monkeypatch):
     monkeypatch.setattr(slurm_commands, "reason", lambda job: "BeginTime")
     assert main(["stop", str(run)]) == 0
     assert "job 5 (PENDING) has not started" in capsys.readouterr().out
-    assert "job       5 (PENDING: BeginTime)" in status.describe(run)
+    assert "state     waiting in SLURM's queue\njob       5 (PENDING: BeginTime)" in status.describe(run)
+    (run / "outcome.json").write_text('{"status": 75, "reason": "time_limit", "step": 40}')
+    assert "state     waiting to go on after time_limit at step 40 (status 75)" in status.describe(run)
 
 
 def test_a_run_that_has_ended_has_nothing_to_stop_and_a_stale_stop_is_removed_by_the_next_start(run, capsys):
