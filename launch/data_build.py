@@ -28,12 +28,17 @@ def launch(
         return 0
     jobs = jobs_folder(out)
     jobs.mkdir(parents=True, exist_ok=True)
+    submitted = jobs / "submitted"
+    earlier = submitted.read_text(encoding="utf-8").split() if submitted.exists() else []
+    if live := [job for job in earlier if slurm_commands.alive(job)]:
+        raise ConfigError(f"--out {out} is being built by job {live[0]}; wait for it, or scancel {' '.join(live)}")
     scripts = [jobs / "build.sbatch", jobs / "merge.sbatch"]
     for script, text in zip(scripts, texts, strict=True):
         script.write_text(text, encoding="utf-8")
     first = slurm_commands.submit(scripts[0], chdir=chdir)
     options = [f"--dependency=afterok:{first}", "--kill-on-invalid-dep=yes"]
     second = slurm_commands.submit(scripts[1], chdir=chdir, options=options)
+    submitted.write_text(f"{first} {second}\n", encoding="utf-8")
     say(f"job {first}: {tasks} tasks; job {second}: merge, when all are done")
     say(f"follow {jobs}/slurm-{first}_*.out; tasks that fail are run again by the same command, done ones are kept")
     return 0

@@ -45,7 +45,9 @@ def launch(
     say(table(points))
     waves = plan_waves(points)
     if dry_run or not waves:
-        say("nothing was submitted" if dry_run else "nothing is left to run")
+        busy = any(point.state == "alive" for point in points)
+        rest = "all that is left is running or waiting" if busy else "nothing is left to run"
+        say("nothing was submitted" if dry_run else rest)
         return 0
     for point in (point for wave in waves for point in wave):
         free.require_free(point.run, point.config.run.name, say)

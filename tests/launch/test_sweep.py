@@ -106,7 +106,7 @@ def test_a_folder_that_no_ladder_made_is_refused(tmp_path, commands):
         run_sweep(make_ladder(tmp_path, "a"), at_once=0)
 
 
-def test_a_data_build_is_an_array_and_a_merge_that_waits_for_it(tmp_path, commands):
+def test_a_data_build_is_an_array_and_a_merge_that_waits_for_it(tmp_path, commands, monkeypatch):
     build = ["in put/*.jsonl", "--tokenizer", "t.json", "--out", "data/web", "--seq-len", "64"]
     said: list[str] = []
     assert data_build.launch(build, CPU, tasks=3, chdir=tmp_path, dry_run=False, say=said.append) == 0
@@ -116,6 +116,9 @@ def test_a_data_build_is_an_array_and_a_merge_that_waits_for_it(tmp_path, comman
     assert '--num-tasks 3 --task "$SLURM_ARRAY_TASK_ID"' in script
     assert f"-m data_prep merge {tmp_path}/data/web" in (tmp_path / "data/web.jobs/merge.sbatch").read_text()
     assert commands[1][1:] == ["--dependency=afterok:100", "--kill-on-invalid-dep=yes"]
+    monkeypatch.setattr(slurm_commands, "state", lambda job: "PENDING" if job == "101" else "COMPLETED")
+    with pytest.raises(ConfigError, match=r"data/web is being built by job 101; wait for it, or scancel 101"):
+        data_build.launch(build, CPU, tasks=3, chdir=tmp_path, dry_run=False, say=said.append)
     with pytest.raises(ConfigError, match="--out DIR is missing"):
         data_build.launch(build[:3], CPU, tasks=3, chdir=tmp_path, dry_run=True, say=said.append)
     with pytest.raises(ConfigError, match="--num-tasks is set by the launcher"):
