@@ -98,9 +98,15 @@ def test_times_are_read_as_slurm_reads_them():
 
 
 def fake_slurm(folder: Path) -> dict[str, str]:
-    """An srun that prints its arguments and threads, and nothing else of SLURM: no scontrol, scancel or squeue."""
+    """An srun that prints its arguments and threads, and nothing else of SLURM: no scontrol, scancel or squeue.
+
+    Where it should look at a folder, all nodes but those in BLIND see it.
+    """
     folder.mkdir()
-    (folder / "srun").write_text('#!/bin/bash\nprintf "srun: %s\\n" "$*" "cpus=$SRUN_CPUS_PER_TASK"\n')
+    (folder / "srun").write_text(
+        '#!/bin/bash\n[[ "$*" = *" bash -c "* ]] && echo "$BLIND" && exit\n'
+        'printf "srun: %s\\n" "$*" "cpus=$SRUN_CPUS_PER_TASK"\n'
+    )
     (folder / "srun").chmod(0o755)
     for command in ("bash", "sed", "mkdir", "touch"):
         found = next(Path(p) / command for p in ("/bin", "/usr/bin") if (Path(p) / command).exists())
@@ -136,6 +142,10 @@ def test_the_first_node_is_found_without_scontrol_and_cpus_reach_srun(cfg, tmp_p
     assert "scontrol is not on this machine's PATH" in done.stderr
     assert done.returncode == 1
     assert f"pretrain train {place.job}/config.toml --allow-change optimizer.lr" in done.stdout
+
+    done = subprocess.run(["bash", str(script)], env=env | {"BLIND": "gpu010"}, capture_output=True, text=True)
+    assert f"error: {place.job} is not there on gpu010 - run.dir must lie on a file system" in done.stderr
+    assert done.returncode == 2
 
     env["SLURM_JOB_NUM_NODES"] = "3"
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60)
