@@ -115,6 +115,11 @@ class Config(Table):
             if key in getattr(self, table).model_fields_set:
                 raise ConfigError(f"{table}.{_alias(self, table, key)} has no effect {why}; remove it")
         _check_lengths(self)
+        if self.anomalies.replay_every and not self.run.deterministic:
+            raise ConfigError(
+                f"anomalies.replay_every={self.anomalies.replay_every} compares two computations of a step bit by bit; "
+                f"set run.deterministic=true with it"
+            )
         _check_engine(self)
         return self
 
@@ -197,6 +202,8 @@ def inactive_keys(cfg: Config) -> list[tuple[str, str, str]]:
         ),
         (cfg.eval.every == 0, "eval", ("micro_batch_size",), "while eval.every=0"),
         (cfg.checkpoint.every == 0, "checkpoint", ("keep_every",), "while checkpoint.every=0"),
+        (cfg.anomalies.spike_z == 0, "anomalies", ("window",), "while anomalies.spike_z=0"),
+        (cfg.anomalies.policy == "raise", "anomalies", ("budget",), 'beside anomalies.policy="raise"'),
     ]
     return [(table, key, why) for off, table, keys, why in rules if off for key in keys]
 
@@ -228,10 +235,6 @@ def _check_engine(cfg: Config) -> None:
     if par.pp > 1:
         raise ConfigError(f"parallel.pp={par.pp} is not available in this version; set parallel.pp=1")
     _check_axes(cfg)
-    if cfg.anomalies.policy != "raise":
-        raise ConfigError(
-            f'anomalies.policy="{cfg.anomalies.policy}" is not available in this version; set anomalies.policy="raise"'
-        )
     if par.engine == "fsdp":
         if cfg.deepspeed:
             raise ConfigError('[deepspeed] has no effect beside parallel.engine="fsdp"; remove it')

@@ -274,4 +274,9 @@ class MetricsConfig(Table):
 
 
 class AnomaliesConfig(Table):
-    policy: Literal["raise", "skip", "rollback"] = "raise"  # what a non-finite loss or gradient norm does
+    policy: Literal["raise", "skip", "rollback"] = "raise"  # about a non-finite loss or gradient norm, or a spike
+    spike_z: Annotated[Float, Field(ge=0)] = 0.0  # robust deviations above the median that make a spike; 0: none is
+    window: Annotated[Int, Field(ge=4)] = 128  # steps whose median and deviation a step is held against
+    budget: Positive = 10  # steps skipped, or rollbacks, in the whole run; the next one stops it
+    verify_every: Count = 0  # optimizer steps between looks for flipped bits in weights and moments; 0: never
+    replay_every: Count = 0  # optimizer steps between steps that are computed twice and compared; 0: never

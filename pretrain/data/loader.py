@@ -75,7 +75,7 @@ class Loader:
         events: Events | None = None,
     ) -> None:
         self._reader = reader = Reader(cfg, "train", seed)
-        self._cfg, self._seed = cfg, seed
+        self.cfg, self._seed = cfg, seed
         self._rows_per_step, self._micro, self._rank, self._world = rows_per_step, micro_batch_size, dp_rank, dp_world
         self._device, self._events = torch.device(device), events
         weights = [source.weight for source in cfg.sources]
@@ -120,17 +120,20 @@ class Loader:
 
     def leave_out(self, rows: list[list[int]]) -> None:
         """Leave these ranges of stream rows out, too, as if `data.skip` named them; what was read ahead is dropped."""
+        if not rows:
+            return
         self._prefetch.close()
-        self._cfg = self._cfg.model_copy(update={"skip": [*self._cfg.skip, *rows]})
-        self.order = self._make_order(skip=self._cfg.skip)
+        skip = sorted(self.cfg.skip + [pair for pair in rows if pair not in self.cfg.skip])
+        self.cfg = self.cfg.model_copy(update={"skip": skip})
+        self.order = self._make_order(skip=skip)
         self._plan_first, self._plan = 0, self.order.rows(0, 0)
-        self._prefetch = Prefetcher(self._make, self._cfg.prefetch)
+        self._prefetch = Prefetcher(self._make, self.cfg.prefetch)
 
     def fingerprint_at(self, rows_consumed: int) -> str:
         """Of all that decided the rows consumed so far: a resumed run must find the same. Unlike `fingerprint` it
         includes stages and skipped ranges once they have begun; later ones may still be added."""
         last = int(self.order.stream_rows(np.array([rows_consumed - 1]))[0]) + 1 if rows_consumed else 0
-        return history(self._cfg, self._seed, self._reader.fingerprint, rows_consumed, last)
+        return history(self.cfg, self._seed, self._reader.fingerprint, rows_consumed, last)
 
     def check_vocab(self, model_vocab_size: int) -> None:
         if model_vocab_size < self.vocab_size:

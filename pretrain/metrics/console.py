@@ -8,6 +8,7 @@ import sys
 from typing import Any, TextIO
 
 _BAR_WIDTH = 20
+STRAGGLES = 1.2  # times the others' median from which on the slowest rank is named
 
 
 def format_line(record: dict[str, Any], total_steps: int) -> str:
@@ -24,6 +25,8 @@ def format_line(record: dict[str, Any], total_steps: int) -> str:
     ]
     if record.get("mfu_causal") is not None:
         parts.insert(5, f"mfu {_percent(record['mfu_causal'], 5)}")
+    if (record.get("slowest_over_median") or 0.0) > STRAGGLES:
+        parts.append(f"rank {record['slowest_rank']} takes {record['slowest_over_median']:.2f} x the others")
     left = (total_steps - step) * (record.get("step_seconds") or 0.0)
     parts.append(f"eta {duration(left)}")
     return " | ".join(parts)

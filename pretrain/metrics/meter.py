@@ -6,11 +6,12 @@ is no part of the throughput. The lines go to `sinks`; what a FLOP is, `flops` s
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class Meter:
         tokens: int = 0,
         targets: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        own_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         if world_size > 1 and all_reduce is None:
             raise ValueError(f"world_size={world_size} needs an all_reduce")
@@ -56,7 +58,7 @@ class Meter:
         self.last_step = last_step
         self._rank, self._world_size, self._all_reduce = rank, world_size, all_reduce
         self._device = torch.device(device)
-        self._peak_flops, self._attempt, self._clock = peak_flops, attempt, clock
+        self._peak_flops, self._attempt, self._clock, self._own_clock = peak_flops, attempt, clock, own_clock
         self._flops_full = flops_per_token(model, seq_len, causal=False)
         self._flops_causal = flops_per_token(model, seq_len, causal=True)
         # Kernels skip the masked half, so what the hardware did is counted by the causal convention.
@@ -131,11 +133,17 @@ class Meter:
             "epoch": epoch,
             "eval_seconds": self._paused["eval"],
             "save_seconds": self._paused["save"],
+            **straggler([seconds / steps for seconds in ranks.own]),
         }
         if self._z_loss:
             line["z_loss"] = ranks.z_loss_sum / ranks.targets if ranks.targets else None
         self._start_window()
         return line
+
+    def go_back(self, *, tokens: int, targets: int) -> None:
+        """To the counts of an older step, with an empty window."""
+        self.tokens, self.targets = tokens, targets
+        self._start_window()
 
     def restart_clock(self) -> None:
         """Begins the window's time now, keeping its sums: call when set-up is over and training begins."""
@@ -148,19 +156,37 @@ class Meter:
         self.steps_in_window = 0
         self._window_tokens = 0
         self._data_wait = 0.0
+        self._own_start = self._own_clock()
         self.restart_clock()
 
     def _gather(self) -> "_Ranks":
         # A slot a rank beside the sums turns one summing all-reduce into a maximum as well.
-        slots = torch.zeros(2, self._world_size, dtype=torch.float64)
+        slots = torch.zeros(3, self._world_size, dtype=torch.float64)
         slots[0, self._rank] = self._data_wait
         slots[1, self._rank] = self._peak_bytes()
+        slots[2, self._rank] = self._own_seconds()
         vector = torch.cat([self._sums, slots.flatten().to(self._device)])
         if self._all_reduce is not None:
             self._all_reduce(vector)
-        loss_sum, targets, z_loss_sum, *rest = vector.tolist()
-        waits, peaks = rest[: self._world_size], rest[self._world_size :]
-        return _Ranks(loss_sum, targets, z_loss_sum, max(waits), max(peaks))
+        loss_sum, targets, z_loss_sum, *_ = vector.tolist()
+        waits, peaks, own = vector[3:].reshape(3, -1).tolist()
+        return _Ranks(loss_sum, targets, z_loss_sum, max(waits), max(peaks), own)
+
+    def _own_seconds(self) -> float:
+        """What this rank did itself in the window, which waiting for the others in collectives is not.
+
+        On a CPU its thread's processor time and its waits for data. On CUDA the waits, and a matrix product that is the
+        same everywhere, since from outside a kernel that waits for other ranks looks like one that computes.
+        """
+        if self._device.type != "cuda":
+            return self._data_wait + self._own_clock() - self._own_start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        x = torch.ones(4096, 4096, dtype=torch.bfloat16, device=self._device)
+        begin.record()
+        torch.mm(x, x)
+        end.record()
+        end.synchronize()
+        return self._data_wait + self.steps_in_window * begin.elapsed_time(end) / 1000
 
     def _peak_bytes(self) -> float:
         if self._device.type == "cuda":
@@ -175,12 +201,28 @@ class Meter:
         return None if self._peak_flops is None else flops / self._peak_flops
 
 
-class _Ranks:
+class _Ranks(NamedTuple):
     """What a window's all-reduce brought back: sums over ranks, and the slowest and fullest rank."""
 
-    def __init__(self, loss_sum: float, targets: float, z_loss_sum: float, data_wait: float, peak_bytes: float) -> None:
-        self.loss_sum, self.targets, self.z_loss_sum = loss_sum, targets, z_loss_sum
-        self.data_wait, self.peak_bytes = data_wait, peak_bytes
+    loss_sum: float
+    targets: float
+    z_loss_sum: float
+    data_wait: float
+    peak_bytes: float
+    own: list[float]  # seconds
+
+
+def straggler(own_seconds: list[float]) -> dict[str, Any]:
+    """Each rank's own seconds a step, and the rank that has most of them, beside the median of the others."""
+    if len(own_seconds) == 1:
+        return {}
+    slowest = max(range(len(own_seconds)), key=own_seconds.__getitem__)
+    others = statistics.median(own_seconds[:slowest] + own_seconds[slowest + 1 :])
+    return {
+        "rank_seconds": [float(f"{seconds:.4g}") for seconds in own_seconds],
+        "slowest_rank": slowest,
+        "slowest_over_median": own_seconds[slowest] / others if others > 0 else None,
+    }
 
 
 def _resident_peak_bytes() -> int:

@@ -3,7 +3,8 @@
 Engines sum gradients over ranks and micro-batches; the loop has divided the loss by the targets of the global batch.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,18 @@ from pretrain.config import Config
 from pretrain.data.loader import Batch
 from pretrain.model.loss import LossSums
 
+Keep = Callable[[Tensor], bool]
+"""Told the global gradient norm, whether the update is made: asked once a step, with the same answer on all ranks."""
 State = dict[str, Tensor]
 """Canonical names to whole-shaped tensors (DTensors where sharded): `model.NAME`, `optim.MOMENT.NAME`, `optim.step`."""
+
+
+class Held(NamedTuple):
+    """A weight or moment, or the part of it that is in this rank's memory."""
+
+    name: str
+    local: Tensor
+    groups: tuple[Any, ...] = ()  # process groups (None: the world) whose ranks ought to hold the same bits
 
 
 class Forward(Protocol):
@@ -40,12 +51,19 @@ class Engine(Forward, Protocol):
         are whole. Between a backward that was `last` or reduced and the step; collective."""
         ...
 
-    def step(self, lr: float) -> Tensor:
-        """Clip, update, zero the gradients; the global gradient norm before clipping, on the device, not awaited."""
+    def step(self, lr: float, keep: Keep | None = None) -> Tensor:
+        """Clip, update, zero the gradients; the global gradient norm before clipping, on the device, not awaited.
+
+        Where `keep` says no, weights and moments stay as they are.
+        """
         ...
 
     def state(self) -> State:
         """Everything that a resume needs of weights and optimizer: the live tensors, or copies of them."""
+        ...
+
+    def held(self) -> Iterator[Held]:
+        """What this rank holds of weights and optimizer, without a copy or a word to other ranks."""
         ...
 
     def load(self, state: State) -> None:

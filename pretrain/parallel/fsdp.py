@@ -4,7 +4,7 @@ Parameters cut by tensor parallel arrive as DTensors, and leave sharded over bot
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from pretrain.model.llama import Llama
 from pretrain.model.loss import LossSums
 from pretrain.parallel.collectives import axis_group
 from pretrain.parallel.context_parallel import split_batch
-from pretrain.parallel.engine import State, clip_factor, compute_dtype, model_inputs
+from pretrain.parallel.engine import Held, Keep, State, clip_factor, compute_dtype, model_inputs
 from pretrain.parallel.mesh import Meshes
 from pretrain.parallel.optimizer_state import optimizer_state, set_update_count
 
@@ -77,9 +77,12 @@ class FsdpEngine:
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         return dict(zip(grads, square_shares(list(grads.values())), strict=True))
 
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float, keep: Keep | None = None) -> Tensor:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = global_norm(grads)
+        if keep is not None and not keep(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            return norm
         if self.cfg.train.grad_clip:
             torch._foreach_mul_([_local(g) for g in grads], clip_factor(norm, self.cfg.train.grad_clip))
         for group in self.optimizer.param_groups:
@@ -95,6 +98,13 @@ class FsdpEngine:
                 module.reshard()
         model = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         return model | optimizer_state(self.optimizer, dict(self.model.named_parameters()))
+
+    def held(self) -> Iterator[Held]:
+        for name, tensor in self.state().items():
+            if isinstance(tensor, DTensor):
+                mesh, placements = tensor.device_mesh, enumerate(tensor.placements)
+                groups = [mesh.get_group(axis) for axis, how in placements if isinstance(how, Replicate)]
+                yield Held(name, tensor.to_local(), tuple(groups))
 
     def load(self, state: State) -> None:
         """The tensors that `state()` gave are live and were read in place; only the update count is left to set."""

@@ -26,7 +26,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.init import fill_parameter, init_weights
 from pretrain.model.llama import Llama
 from pretrain.model.loss import LossSums
-from pretrain.parallel.engine import State, model_inputs
+from pretrain.parallel.engine import Held, Keep, State, model_inputs
 from pretrain.parallel.optimizer_state import moments
 
 
@@ -114,6 +114,10 @@ class ZeroEngine:
         )
         self.model: Llama = model
         self.base = self.engine.optimizer.optimizer
+        self._update = self.engine.optimizer._optimizer_step
+        self.engine.optimizer._optimizer_step = self._update_if_kept
+        self._keep: Keep | None = None
+        self._kept: bool | None = None
         self._names = {name: p for name, p in model.named_parameters()}
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("world",))
         self._make_moments()
@@ -154,14 +158,28 @@ class ZeroEngine:
 
         return {n: safe_get_full_grad(p).norm().square() / dist.get_world_size() for n, p in self._names.items()}
 
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float, keep: Keep | None = None) -> Tensor:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        self._keep, self._kept = keep, None
         self.engine.step()
-        if not self.engine.was_step_applied():
-            return torch.tensor(float("nan"), device=self.device)  # DeepSpeed left a non-finite update out
-        norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        return norm.where(norm >= 0, torch.nan)  # DeepSpeed's sign for a norm that is not finite is -1
+        norm = self._norm()
+        if keep is not None and self._kept is None:
+            keep(norm)  # DeepSpeed has left the update out by itself
+        return norm
+
+    def _update_if_kept(self, group: int) -> None:
+        """In DeepSpeed's place for the update of one group of parameters; it knows the norm of all by the first."""
+        if self._kept is None:
+            self._kept = self._keep is None or self._keep(self._norm())
+        if self._kept:
+            self._update(group)
+
+    def _norm(self) -> Tensor:
+        zero = self.engine.optimizer
+        norm = torch.as_tensor(zero._global_grad_norm, dtype=torch.float32, device=self.device)
+        # DeepSpeed leaves a non-finite update out; its signs for such a norm are -1 and infinity.
+        return torch.full_like(norm, torch.nan) if zero.overflow else norm.where(norm >= 0, torch.nan)
 
     def state(self) -> State:
         """Copies of this rank's rows of every tensor; one whole tensor exists at a time."""
@@ -173,7 +191,17 @@ class ZeroEngine:
             out["optim.step"] = next(self._flat_states())["step"].detach().clone().float()
         return out
 
+    def held(self) -> Iterator[Held]:
+        for number, flat in enumerate(self._flats()):
+            yield Held(f"masters of group {number}", flat)
+            for key in moments(self.base):
+                yield Held(f"{key} of group {number}", self.base.state[flat][key])
+        for name, param in self._names.items() if self.stage < 3 else ():
+            yield Held(f"model.{name}", param.data, (None,))
+
     def load(self, state: State) -> None:
+        if self.stage == 3:  # small parameters stay gathered between steps, and would keep what they were
+            self.engine.optimizer.checkpoint_event_prologue()
         for name, param in self._names.items():
             for prefix, key in self._tensors_of(name):
                 if prefix not in state:
@@ -183,6 +211,8 @@ class ZeroEngine:
         if "optim.step" in state:
             for flat in self._flat_states():
                 flat["step"].fill_(float(state["optim.step"]))
+        if self.stage == 3:
+            self.engine.optimizer.checkpoint_event_epilogue()
 
     def _tensors_of(self, name: str) -> list[tuple[str, str | None]]:
         named: list[tuple[str, str | None]] = [(f"model.{name}", None)]

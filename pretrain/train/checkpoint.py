@@ -1,13 +1,11 @@
 """Tensors into and out of checkpoint folders, through torch.distributed.checkpoint (DCP), on any number of ranks.
 
 The state is canonical names to whole-shaped tensors, so either engine at any world size reads what another wrote; DCP
-cuts and joins the pieces. A background save stalls the step only for a copy to host memory. Nothing is unpickled but
-DCP's own index, through an allow-list. `checkpoint_folder` decides what makes a folder a checkpoint.
+plans the pieces, `tensor_files` stores them. A background save stalls the step only for a copy to host memory that is
+used again by the next. `checkpoint_folder` decides what makes a folder a checkpoint.
 """
 
 import json
-import os
-import pickle
 import random
 import threading
 import time
@@ -15,16 +13,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +32,7 @@ from pretrain.dist import World, all_ranks_ok, broadcast_object, gather_objects
 from pretrain.errors import CheckpointError
 from pretrain.parallel.engine import State
 from pretrain.train import checkpoint_folder as folder
+from pretrain.train.tensor_files import Reader, Writer
 
 Event = Callable[..., None]
 
@@ -47,6 +48,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._host_meshes: dict[Any, DeviceMesh] = {}
+        self._staged: dict[str, Tensor] = {}  # host memory that background saves copy into, by name
 
     def save(self, step: int, state: State, meta: dict[str, Any], *, background: bool) -> None:
         """Write the checkpoint of `step`; with `background`, return once the state is copied to host memory."""
@@ -65,7 +67,9 @@ class Checkpointer:
         if not background:
             self._write(step, state, meta, rng, start)
             return
-        host = {name: self._to_host(tensor) for name, tensor in state.items()}
+        host = {name: self._to_host(name, tensor) for name, tensor in state.items()}
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
         stall = time.perf_counter() - start
         self._thread = threading.Thread(
             target=self._guarded, args=(step, host, meta, rng, start, stall), name="checkpoint", daemon=True
@@ -100,47 +104,50 @@ class Checkpointer:
         self, step: int, state: State, meta: dict[str, Any], rng: dict[str, Tensor], start: float, stall: float = 0.0
     ) -> None:
         where = folder.partial_dir(self.run, step)
-        rank = self.world.rank
-        dcp.save(state, storage_writer=FileSystemWriter(where), process_group=self._group)
-        error, mine = None, {}
+        mine = _write_tensors(where, state, self.world.rank, self._group)
+        error = None
         try:
-            rng_file = f"rng-{rank:05d}.safetensors"
-            save_file(rng, where / rng_file)
-            _sync(where / rng_file)
-            names = [p.name for p in where.iterdir() if p.name.startswith(f"__{rank}_")] + [rng_file]
+            rng_file = _rng_file(self.world.rank)
+            mine[rng_file] = folder.write_file(where / rng_file, [safetensors_bytes(rng)])
             if self.world.first:
-                folder.write_synced(where / folder.META, json.dumps(meta, indent=1) + "\n")
-                names += [".metadata", folder.META]
-            mine = folder.describe_files(where, names)
+                mine[folder.META] = _write_meta(where, meta)
         except OSError as e:
             error = e
         all_ranks_ok(error, self._saver, CheckpointError)
         files = {name: entry for part in gather_objects(mine, self._saver) for name, entry in part.items()}
         if self.world.first:
-            folder.commit(self.run, step, files)
-            removed = folder.prune(self.run, self.keep, self.keep_every)
-            seconds = time.perf_counter() - start
-            self.event(
-                "save",
-                step,
-                seconds=round(seconds, 3),
-                stall_seconds=round(stall or seconds, 3),
-                bytes=sum(entry["bytes"] for entry in files.values()),
-                removed=[path.name for path in removed],
-            )
-        if self._group is not None:
-            dist.barrier(self._group)
+            try:
+                folder.commit(self.run, step, files)
+                removed = folder.prune(self.run, self.keep, self.keep_every)
+                seconds = time.perf_counter() - start
+                self.event(
+                    "save",
+                    step,
+                    seconds=round(seconds, 3),
+                    stall_seconds=round(stall or seconds, 3),
+                    bytes=sum(entry["bytes"] for entry in files.values()),
+                    removed=[path.name for path in removed],
+                )
+            except OSError as e:
+                error = e
+        all_ranks_ok(error, self._saver, CheckpointError)
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
+    def _to_host(self, name: str, tensor: Tensor) -> Tensor:
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        host = self._staged.get(name)
+        if host is None:
+            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            self._staged[name] = host
+        host.copy_(local, non_blocking=True)
         if not isinstance(tensor, DTensor):
-            return tensor.detach().to("cpu", copy=True)
+            return host
         mesh = tensor.device_mesh
         key = (tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
         if key not in self._host_meshes:
             on_cpu = mesh.device_type == "cpu"
             self._host_meshes[key] = mesh if on_cpu else init_device_mesh("cpu", tuple(mesh.shape))
         return DTensor.from_local(
-            tensor.to_local().detach().to("cpu", copy=True),
+            host,
             self._host_meshes[key],
             tensor.placements,
             run_check=False,
@@ -182,81 +189,51 @@ def verify_together(path: Path, world: World) -> str | None:
 
 def read_state(path: Path, state: State) -> None:
     """Fill the tensors of `state` in place from a checkpoint, resharding as needed; CheckpointError if names differ."""
-    reader = SafeReader(path)
+    reader = Reader(path)
     _check_names(reader.read_metadata(), state, path)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _quiet_alone():
-        dcp.load(state, storage_reader=reader)
+        dcp.load(state, storage_reader=reader, planner=planner)
+
+
+def read_whole(path: Path, prefix: str = "") -> State:
+    """The tensors of a checkpoint whose names begin with `prefix`, whole, on the CPU, for a single process."""
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in Reader(path).read_metadata().state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    read_state(path, state)
+    return state
 
 
 def load_model_weights(path: Path) -> State:
-    """The fp32 weights of a checkpoint by parameter name, whole, on the CPU, for a single process."""
-    stored = SafeReader(path).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
-    read_state(path, state)
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    """The fp32 weights of a checkpoint by parameter name."""
+    return {name.removeprefix("model."): tensor for name, tensor in read_whole(path, "model.").items()}
 
 
 def write_weights(path: Path, weights: State, meta: dict[str, Any]) -> None:
     """Make a checkpoint folder that holds weights alone (for `init.from`, `pretrain export`), from a single process."""
     path.mkdir(parents=True)
-    with _quiet_alone():
-        dcp.save({f"model.{name}": tensor for name, tensor in weights.items()}, storage_writer=FileSystemWriter(path))
-    folder.write_synced(path / folder.META, json.dumps(meta, indent=1) + "\n")
-    names = sorted(p.name for p in path.iterdir())
-    files = folder.describe_files(path, names)
-    text = json.dumps({"format": folder.FORMAT, "step": meta["step"], "files": files}, indent=1)
-    folder.write_synced(path / folder.MANIFEST, text + "\n")
-    folder.write_synced(path / folder.MARKER, "")
-    folder.sync_folder(path)
+    files = _write_tensors(path, {f"model.{name}": tensor for name, tensor in weights.items()})
+    files[folder.META] = _write_meta(path, meta)
+    folder.seal(path, meta["step"], files)
 
 
-class SafeReader(FileSystemReader):
-    """DCP's reader, but its index is unpickled through an allow-list and may name only this folder's files."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path)
-        known = folder.read_manifest(path)
-        try:
-            with open(path / ".metadata", "rb") as f:
-                metadata = _AllowList(f).load()
-            for place in metadata.storage_data.values():
-                if place.relative_path not in known:
-                    raise pickle.UnpicklingError(f"it names {place.relative_path!r}, which the manifest does not")
-            for name, entry in metadata.state_dict_metadata.items():
-                if not isinstance(entry, TensorStorageMetadata):
-                    raise pickle.UnpicklingError(f"{name} is no tensor")
-        except Exception as e:
-            raise CheckpointError(f"{path / '.metadata'}: not a checkpoint's index ({type(e).__name__}: {e})") from None
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+def _write_tensors(path: Path, state: State, rank: int = 0, group: Any = None) -> dict[str, folder.Entry]:
+    writer = Writer(path, rank)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with _quiet_alone():
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as e:  # the same on every rank
+        first, (error, _) = min(e.failures.items())
+        raise CheckpointError(f"rank {first} could not write into {path}: {error}") from error
+    return writer.files
 
 
-class _AllowList(pickle.Unpickler):
-    _CLASSES: ClassVar[dict[str, set[str]]] = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.serialization": {"_get_layout"},
-        "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8"},
-        "pathlib": {"PosixPath", "PurePosixPath"},
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in self._CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's index")
-        return super().find_class(module, name)
+def _write_meta(path: Path, meta: dict[str, Any]) -> folder.Entry:
+    return folder.write_file(path / folder.META, [(json.dumps(meta, indent=1) + "\n").encode()])
 
 
 def _check_names(metadata: Metadata, state: State, path: Path) -> None:
@@ -271,6 +248,10 @@ def _check_names(metadata: Metadata, state: State, path: Path) -> None:
     for name, tensor in state.items():
         if tuple(tensor.shape) != stored[name]:
             raise CheckpointError(f"{path}: {name} is {stored[name]} there and {tuple(tensor.shape)} in this run")
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng-{rank:05d}.safetensors"
 
 
 def _rng_state() -> dict[str, Tensor]:
@@ -289,16 +270,19 @@ def _rng_state() -> dict[str, Tensor]:
 
 def restore_rng(path: Path, rank: int) -> bool:
     """Give this rank its random state back; False where the checkpoint was written by fewer ranks."""
-    file = path / f"rng-{rank:05d}.safetensors"
+    file = path / _rng_file(rank)
     if file.name not in folder.read_manifest(path):
         return False
-    state = load_file(file)
-    torch.set_rng_state(state["torch"])
-    keys = state["numpy"].numpy()
-    np.random.set_state(("MT19937", keys[:-1].astype(np.uint32), int(keys[-1]), 0, 0.0))
-    random.setstate((3, tuple(state["python"].tolist()), None))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    try:
+        state = load_file(file)
+        torch.set_rng_state(state["torch"])
+        keys = state["numpy"].numpy()
+        np.random.set_state(("MT19937", keys[:-1].astype(np.uint32), int(keys[-1]), 0, 0.0))
+        random.setstate((3, tuple(state["python"].tolist()), None))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (SafetensorError, RuntimeError, LookupError, ValueError, TypeError, OverflowError) as e:
+        raise CheckpointError(f"{file}: not a random state ({type(e).__name__}: {e})") from None
     return True
 
 
@@ -308,8 +292,3 @@ def _quiet_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as f:
-        os.fsync(f.fileno())

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,10 @@ from pretrain.errors import CheckpointError
 MANIFEST, MARKER, META = "manifest.json", "COMPLETE", "train.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.(partial|old)")
-FORMAT = 1
+FORMAT = 2
+_LARGEST_JSON = 1 << 29  # bytes; the index of 1,000 tensors on 4,000 ranks is near it
+Entry = dict[str, Any]
+"""What the manifest says of a file: bytes, sha256."""
 
 
 class Found(NamedTuple):
@@ -67,7 +71,7 @@ def problem_at_a_glance(path: Path) -> str | None:
     return None
 
 
-def problem_in_file(path: Path, name: str, entry: dict[str, Any]) -> str | None:
+def problem_in_file(path: Path, name: str, entry: Entry) -> str | None:
     """Compare one file with its checksum."""
     try:
         actual = sha256_of(path / name)
@@ -84,10 +88,10 @@ def verify(path: Path) -> str | None:
     return next(filter(None, (problem_in_file(path, n, e) for n, e in read_manifest(path).items())), None)
 
 
-def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+def read_manifest(path: Path) -> dict[str, Entry]:
     """File name -> {bytes, sha256}; CheckpointError when it is absent, damaged or names files outside its folder."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(path / MANIFEST)
         files = manifest["files"]
         checked = {str(name): {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for name, e in files.items()}
     except FileNotFoundError:
@@ -105,24 +109,40 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 def read_meta(path: Path) -> dict[str, Any]:
     """train.json of a checkpoint: step, rows consumed, the config, the data's fingerprint, versions."""
     try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
+        meta = read_json(path / META)
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path / META} cannot be read ({type(e).__name__}: {e})") from None
-    if not isinstance(meta, dict):
-        raise CheckpointError(f"{path / META} is no JSON object")
+    if not isinstance(meta, dict) or not isinstance(meta.get("step"), int):
+        raise CheckpointError(f"{path / META} is no JSON object with a step")
     return meta
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a checkpoint; ValueError where it is none, or larger than one of ours could be."""
+    if path.stat().st_size > _LARGEST_JSON:
+        raise ValueError(f"it has {path.stat().st_size:,} bytes, and {_LARGEST_JSON:,} are allowed")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def partial_dir(run: Path, step: int) -> Path:
     return step_dir(run, step).with_suffix(".partial")
 
 
-def commit(run: Path, step: int, files: dict[str, dict[str, Any]]) -> Path:
+def seal(folder: Path, step: int, files: dict[str, Entry]) -> None:
+    """Write manifest and marker: from now on the folder says of itself that it is whole."""
+    text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1) + "\n"
+    write_file(folder / MANIFEST, [text.encode()])
+    write_file(folder / MARKER, [])
+    sync_folder(folder)
+
+
+def commit(run: Path, step: int, files: dict[str, Entry]) -> Path:
     """Turn the partial folder of `step` into a checkpoint. A damaged one of the same step gives way to it."""
     partial, final = partial_dir(run, step), step_dir(run, step)
-    write_synced(partial / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1) + "\n")
-    write_synced(partial / MARKER, "")
-    sync_folder(partial)
+    seal(partial, step, files)
     old = final.with_suffix(".old")
     if final.exists():
         final.rename(old)
@@ -148,12 +168,13 @@ def remove_leftovers(run: Path) -> list[str]:
 def prune(run: Path, keep: int, keep_every: int = 0) -> list[Path]:
     """Delete all whole checkpoints but the newest `keep` and every multiple of `keep_every`; those removed.
 
-    Damaged ones are left where they are, for a person to look at; the newest whole one is always among the kept.
+    Damaged ones are left where they are, for a person to look at; the newest whole one is always among the kept. A link
+    is somebody's own arrangement.
     """
     whole = [found for found in list_checkpoints(run) if found.problem is None]
     removed = []
     for found in whole[: -max(1, keep)]:
-        if keep_every and found.step % keep_every == 0:
+        if (keep_every and found.step % keep_every == 0) or found.path.is_symlink():
             continue
         # Without its marker it is no checkpoint: a kill half-way through the removal leaves nothing that looks whole.
         (found.path / MARKER).unlink()
@@ -171,9 +192,18 @@ def require_room(folder: Path, needed: int) -> None:
         )
 
 
-def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """{bytes, sha256} of each file, as the manifest has it."""
-    return {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256_of(folder / n)} for n in names}
+def write_file(path: Path, pieces: Iterable[Any]) -> Entry:
+    """Every file of a checkpoint is written here: in pieces (anything with bytes), each hashed in a thread while it is
+    written, and synced once at the end."""
+    sha, size = hashlib.sha256(), 0
+    with open(path, "wb") as f, ThreadPoolExecutor(1) as hashing:
+        for piece in pieces:
+            hashed = hashing.submit(sha.update, piece)
+            size += f.write(piece)
+            hashed.result()
+        f.flush()
+        os.fsync(f.fileno())
+    return {"bytes": size, "sha256": sha.hexdigest()}
 
 
 def sha256_of(path: Path) -> str:
@@ -181,17 +211,10 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-
-
 def replace_synced(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
     aside = path.with_name(path.name + ".partial")
-    write_synced(aside, text)
+    write_file(aside, [text.encode()])
     aside.replace(path)
     sync_folder(path.parent)
 

@@ -266,4 +266,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    folder.write_synced(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    folder.write_file(path, [(json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()])

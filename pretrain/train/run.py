@@ -4,13 +4,8 @@
 none and leaves its traceback in RUN/logs/rank-N.log.
 """
 
-import json
-import logging
 import random
 import shutil
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +19,13 @@ from pretrain.data.loader import Loader, Validation
 from pretrain.dist import World, all_ranks_ok, under_torchrun, world
 from pretrain.errors import AnomalyError, CheckpointError, ConfigError
 from pretrain.metrics.hardware import find_device
+from pretrain.metrics.inside import Inside
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.sinks import Sinks, check_sinks, open_sinks
 from pretrain.parallel.build import build_engine, describe_attention
 from pretrain.parallel.engine import Engine, State
 from pretrain.train import checkpoint_folder as folder
+from pretrain.train.anomalies import Anomalies, left_out
 from pretrain.train.checkpoint import Checkpointer, choose, read_state, restore_rng, verify_together
 from pretrain.train.evaluate import evaluate
 from pretrain.train.optimizer import build_optimizer, describe_groups
@@ -38,7 +35,9 @@ from pretrain.train.run_folder import (
     Status,
     only_start,
     open_run_folder,
+    rank_log,
     record_start,
+    write_config,
     write_outcome,
 )
 from pretrain.train.stop import Reason, Stop
@@ -120,6 +119,7 @@ class Setup:
             wandb_entity=cfg.metrics.wandb_entity,
             resume_step=max((c.step for c in folder.list_checkpoints(self.run) if c.problem is None), default=0),
         )
+        self.anomalies = Anomalies(cfg.anomalies)
         self.loader: Loader | None = None
         self.done = lambda: 0  # steps so far, for events of the data
 
@@ -144,7 +144,7 @@ class Setup:
             run, ranks, keep=cfg.checkpoint.keep, keep_every=cfg.checkpoint.keep_every, event=self.sinks.event
         )
         if ranks.first:
-            record_start(cfg, ranks)
+            record_start(self._resolved(), ranks)
             self.sinks.event("start", origin["step"], attempt=self.attempt, world_size=ranks.size)
         trainer = Trainer(
             cfg,
@@ -156,6 +156,9 @@ class Setup:
             stop,
             self._evaluator(engine),
             self._meta,
+            lambda rows: self._go_back(engine, rows),
+            self.anomalies,
+            self._inside(),
             done=origin["step"],
             rows_consumed=origin["rows_consumed"],
             attempt=self.attempt,
@@ -213,6 +216,7 @@ class Setup:
                 f"choose another run.dir or leave --resume out"
             )
         meta = folder.read_meta(newest)
+        loader.leave_out(left_out(meta))
         now = cfg.model_dump(by_alias=True, mode="json")
         fingerprints = (meta["data_fingerprint"], loader.fingerprint_at(meta["rows_consumed"]))
         changed = compare_configs(meta["config"], now, allow_change, fingerprints=fingerprints)
@@ -248,6 +252,7 @@ class Setup:
         meta = folder.read_meta(path)
         if how == "resume":
             restore_rng(path, self.ranks.rank)
+            self.anomalies.load(meta.get("anomalies", {}))
             self.sinks.say(
                 f"resumed from {path.name}: {meta['rows_consumed']:,} rows and {meta['tokens']:,} tokens done"
             )
@@ -255,12 +260,33 @@ class Setup:
         self.sinks.say(f"started from {path} ({how})")
         going_on = self.cfg.init.data == "continue"
         assert self.loader is not None
+        if going_on:
+            self.loader.leave_out(left_out(meta))
+            self.anomalies.left_out = left_out(meta)
         if going_on and meta.get("data_fingerprint") != self.loader.fingerprint_at(int(meta["rows_consumed"])):
             raise ConfigError(
                 'init.data="continue" needs the data that init.from was trained on; set init.data="restart"'
             )
         kept = {key: int(meta[key]) if going_on else 0 for key in ("rows_consumed", "tokens", "targets")}
         return {"step": 0, **kept}
+
+    def _go_back(self, engine: Engine, rows: list[int]) -> dict[str, int]:
+        """Take engine and data back to this run's newest whole checkpoint, less `rows`; the counters there."""
+        newest = choose(self.run, self.ranks, self.sinks.say)
+        assert newest is not None, "a run that may roll back has saved its first step"
+        assert self.loader is not None
+        origin = self._restore(engine, engine.state(), (newest, "resume"))
+        self.anomalies.spent += 1
+        self.anomalies.left_out.append(rows)
+        self.loader.leave_out([rows])
+        if self.ranks.first:
+            write_config(self._resolved())
+        return origin
+
+    def _resolved(self) -> Config:
+        """The config with the rows that rollbacks left out: `inspect` reads it to tell what a step has seen."""
+        assert self.loader is not None
+        return self.cfg.model_copy(update={"data": self.loader.cfg})
 
     def _meta(self, trainer: Trainer) -> dict[str, Any]:
         assert self.loader is not None
@@ -269,6 +295,7 @@ class Setup:
             "rows_consumed": trainer.rows_consumed,
             "tokens": trainer.meter.tokens,
             "targets": trainer.meter.targets,
+            "anomalies": trainer.anomalies.state(),
             "attempt": self.attempt,
             "world_size": self.ranks.size,
             "engine": self.cfg.parallel.engine,
@@ -296,6 +323,15 @@ class Setup:
             attempt=self.attempt,
             tokens=origin["tokens"],
             targets=origin["targets"],
+        )
+
+    def _inside(self) -> Inside:
+        metrics, ranks = self.cfg.metrics, self.ranks
+        return Inside(
+            layers=metrics.layers,
+            noise_scale=metrics.noise_scale,
+            device=ranks.device,
+            all_reduce=dist.all_reduce if ranks.size > 1 else None,
         )
 
     def _evaluator(self, engine: Engine) -> Any:
@@ -362,30 +398,5 @@ def seed_everything(cfg: Config, ranks: World) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(cfg.run.deterministic)
-
-
-@contextmanager
-def rank_log(run: Path, ranks: World) -> Iterator[None]:
-    """Append this rank's warnings and, when it fails, its traceback to RUN/logs/rank-N.log."""
-    handler = logging.FileHandler(run / "logs" / f"rank-{ranks.rank}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    logging.captureWarnings(True)
-    try:
-        yield
-    except BaseException:
-        logging.getLogger("pretrain").error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
-        raise
-    finally:
-        logging.captureWarnings(False)
-        root.removeHandler(handler)
-        handler.close()
-
-
-def read_outcome(run: Path) -> dict[str, Any] | None:
-    """RUN/outcome.json, or None where the last attempt crashed or none has ended."""
-    try:
-        return json.loads((run / "outcome.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
+    # It would fill every new tensor with NaN, DeepSpeed's gigabytes of buckets at each step, too.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

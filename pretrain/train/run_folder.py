@@ -4,12 +4,14 @@ import datetime
 import errno
 import fcntl
 import json
+import logging
 import os
 import platform
 import secrets
 import subprocess
 import sys
 import tomllib
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
@@ -68,9 +70,12 @@ def open_run_folder(cfg: Config, world: World) -> int:
 
 def record_start(cfg: Config, world: World) -> None:
     """Write the resolved config and the environment of an attempt that nothing has refused."""
-    run = Path(cfg.run.dir)
-    replace_synced(run / "config.toml", dump_config(cfg))
-    replace_synced(run / "environment.json", json.dumps(environment(cfg, world), indent=1) + "\n")
+    write_config(cfg)
+    replace_synced(Path(cfg.run.dir) / "environment.json", json.dumps(environment(cfg, world), indent=1) + "\n")
+
+
+def write_config(cfg: Config) -> None:
+    replace_synced(Path(cfg.run.dir) / "config.toml", dump_config(cfg))
 
 
 @contextmanager
@@ -102,6 +107,25 @@ def only_start(run: Path, world: World) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rank_log(run: Path, ranks: World) -> Iterator[None]:
+    """Append this rank's warnings and, when it fails, its traceback to RUN/logs/rank-N.log."""
+    handler = logging.FileHandler(run / "logs" / f"rank-{ranks.rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    except BaseException:
+        logging.getLogger("pretrain").error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
+        raise
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        handler.close()
+
+
 def next_attempt(run: Path) -> int:
     """One more than the last start that events.jsonl knows of."""
     last = -1
@@ -131,6 +155,14 @@ def write_outcome(run: Path, reason: Status, step: int, attempt: int, message: s
     if message:
         outcome["message"] = message
     replace_synced(run / "outcome.json", json.dumps(outcome) + "\n")
+
+
+def read_outcome(run: Path) -> dict[str, Any] | None:
+    """RUN/outcome.json, or None where the last attempt crashed or none has ended."""
+    try:
+        return json.loads((run / "outcome.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def environment(cfg: Config, world: World) -> dict[str, Any]:

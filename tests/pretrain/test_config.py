@@ -92,7 +92,7 @@ REFUSED = [
     ("init.load=all", ["init.load", "init.from"]),
     ("parallel.dp_shard=0", ["dp_shard=0", "-1"]),
     ("data.skip=[[5, 3]]", ["skip=[5, 3]"]),
-    ("anomalies.policy=skip", ["anomalies.policy", "skip"]),
+    ("anomalies.budget=3", ["anomalies.budget", 'anomalies.policy="raise"']),
     ("train", ["'train'", "section.key=value"]),
 ]
 

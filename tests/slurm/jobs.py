@@ -112,7 +112,7 @@ def submit(
 def weights(run: Path, step: int) -> dict[str, bytes]:
     """Every file of tensors of a checkpoint."""
     folder = run / "checkpoints" / f"step-{step:08d}"
-    found = {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
+    found = {path.name: path.read_bytes() for path in sorted(folder.glob("rank-*.safetensors"))}
     assert len(found) == 4, f"{folder} has not the tensors of 4 ranks: {list(found)}"
     return found
 

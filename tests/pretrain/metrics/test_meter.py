@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pretrain.metrics.console import format_line
 from pretrain.metrics.flops import flops_per_token, recomputed_flops_per_token
 from pretrain.metrics.meter import Meter
 
@@ -215,3 +216,23 @@ def test_adding_a_micro_batch_reads_nothing_back_from_the_device():
 def test_several_ranks_without_an_all_reduce_are_refused():
     with pytest.raises(ValueError, match="world_size=2"):
         meter_for(world_size=2)
+
+
+def test_the_rank_that_has_most_to_do_itself_is_named_beside_the_median_of_the_others():
+    """All ranks have the same wall clock, since they wait for each other."""
+    all_reduce = sum_over_threads(3)
+
+    def train(rank: int) -> dict:
+        own = Clock()
+        meter = meter_for(every=2, rank=rank, world_size=3, all_reduce=all_reduce, clock=Clock(), own_clock=own)
+        for _ in range(2):
+            own.now += [1.0, 3.0, 1.5][rank]
+            meter.step_done(tokens=1, targets=1, data_wait=[0.5, 0.5, 0.0][rank])
+        return meter.close_window(2, 0.1, 1.0, epoch=0.0)
+
+    for line in on_ranks(3, train):
+        assert line["rank_seconds"] == [1.5, 3.5, 1.5]
+        assert line["slowest_rank"] == 1
+        assert line["slowest_over_median"] == pytest.approx(3.5 / 1.5)
+        assert "rank 1 takes 2.33 x the others" in format_line(line, 10)
+        assert "rank" not in format_line(line | {"slowest_over_median": 1.1}, 10)

@@ -57,7 +57,7 @@ def break_something(fault: str) -> None:
     elif fault in ("loader", "hang"):
         trainer.Loader.step = breaking(trainer.Loader.step, 4)  # type: ignore[method-assign]
     elif fault == "save":
-        checkpoint.save_file = breaking(checkpoint.save_file, 4)
+        checkpoint.folder.write_file = breaking(checkpoint.folder.write_file, 4)
 
 
 if __name__ == "__main__":

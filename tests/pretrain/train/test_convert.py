@@ -333,7 +333,7 @@ def test_a_checkpoint_argument_is_a_run_or_a_checkpoint_and_is_verified(tmp_path
     assert open_model(checkpoint).tokenizer.vocab_size == 97
     with pytest.raises(ConfigError, match="neither a checkpoint"):
         open_model(tmp_path / "nowhere")
-    data = next(checkpoint.glob("__0_*"))
+    data = next(checkpoint.glob("rank-*.safetensors"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)

@@ -5,6 +5,7 @@ PRETRAIN_KILLS=100 runs the kill test that often for each engine; the suite take
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,23 +25,26 @@ from small import make_dataset, small_config
 from pretrain.config_file import dump_config
 from pretrain.metrics.jsonl import read_records
 from pretrain.train import checkpoint_folder as folder
-from pretrain.train.checkpoint import SafeReader, read_state
-from pretrain.train.run import read_outcome
+from pretrain.train.run_folder import read_outcome
+from tests.pretrain.train.attempts import ENGINES, final_state
 
 FAULTY = Path(__file__).with_name("faulty.py")
 ROOT = Path(__file__).resolve().parents[3]
-KILLS = int(os.environ.get("PRETRAIN_KILLS", "2"))
+KILLS = int(os.environ.get("PRETRAIN_KILLS", "1"))
 
 
 @contextmanager
-def job(config: Path, fault: str = "none", size: int = 2, **env: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Ranks of `pretrain train CONFIG`; those still there at the end are killed."""
+def job(
+    config: Path, fault: str = "none", size: int = 2, *, torchrun: bool = False, **env: str
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Ranks of `pretrain train CONFIG`, or torchrun which starts them; those still there at the end are killed."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     ranks = []
-    for rank in range(size):
+    for rank in range(1 if torchrun else size):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         with open(config.with_suffix(f".rank-{rank}.log"), "ab") as log:
-            command = [sys.executable, str(FAULTY), fault, "train", str(config)]
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"] if torchrun else []
+            command = [sys.executable, *launcher, str(FAULTY), fault, "train", str(config)]
             ranks.append(
                 subprocess.Popen(command, env=os.environ | meeting | own | env, cwd=ROOT, stdout=log, stderr=log)
             )
@@ -158,41 +162,48 @@ def test_a_second_start_of_a_living_run_is_refused(tmp_path: Path, data: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["fsdp", "zero"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_runs_killed_at_random_moments_end_with_the_undisturbed_weights(
     tmp_path: Path, data: Path, engine: str
 ) -> None:
-    """SIGKILL to one rank or to all, SIGTERM to one, with saves under way, half of them in the background."""
+    """SIGKILL to one rank, to all or to torchrun, SIGTERM to one or to torchrun, with saves under way, half of them in
+    the background."""
     seed = int(os.environ.get("PRETRAIN_KILL_SEED", "1"))
     draw = random.Random(f"{seed}{engine}")
-    steps = {"train__steps": 24, "parallel__engine": engine, "checkpoint__every": 2, "checkpoint__keep": 2}
-    steps |= {"parallel__zero_stage": draw.choice([1, 2, 3])} if engine == "zero" else {}
+    steps = {"train__steps": 24, "checkpoint__every": 2, "checkpoint__keep": 2} | ENGINES[engine]
     calm = tmp_path / "calm"
     with job(write_config(tmp_path / "calm.toml", calm, data, **steps)) as ranks:
         assert wait_all(ranks, 900) == [0, 0]
     expected = final_state(calm)
     for trial in range(KILLS):
         run = tmp_path / f"run-{trial}"
-        background = {"checkpoint__async": bool(trial % 2)}
+        background = {"checkpoint__async": (trial + list(ENGINES).index(engine)) % 2 == 0}
         config = write_config(tmp_path / f"{trial}.toml", run, data, **steps, **background)
-        with job(config, "slow") as ranks:
-            wait_for_step(run, draw.randrange(1, 20), ranks)
+        what = draw.choice(["kill one", "kill all", "term one", "kill torchrun", "term torchrun"])
+        torchrun = "torchrun" in what
+        with job(config, "slow", torchrun=torchrun) as started:
+            wait_for_step(run, draw.randrange(1, 20), started)
+            ranks_of_it = [int(p) for p in children(started[0].pid)] if torchrun else []
             time.sleep(draw.random() * 0.1)
-            what = draw.choice(["kill one", "kill all", "term one"])
-            victims = ranks if what == "kill all" else [draw.choice(ranks)]
-            for victim in victims:
-                victim.send_signal(signal.SIGTERM if what == "term one" else signal.SIGKILL)
-            wait_all(ranks, 60)
+            for victim in started if what == "kill all" or torchrun else [draw.choice(started)]:
+                victim.send_signal(signal.SIGTERM if "term" in what else signal.SIGKILL)
+            wait_all(started, 60)
+            wait_until_gone(ranks_of_it)  # ranks that torchrun's death has orphaned train on
         with job(config) as ranks:
             assert wait_all(ranks, 900) == [0, 0], (seed, trial, what)
         got = final_state(run)
         for name, tensor in expected.items():
             assert torch.equal(tensor, got[name]), (seed, trial, what, name)
+        shutil.rmtree(run)
+        print(f"{engine} {trial}: {what}", flush=True)
 
 
-def final_state(run: Path) -> dict[str, torch.Tensor]:
-    newest = folder.newest_whole(run)
-    stored = SafeReader(newest).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    read_state(newest, state)
-    return state
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def wait_until_gone(pids: list[int], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} are still there"
+        time.sleep(0.1)

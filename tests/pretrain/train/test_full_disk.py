@@ -1,16 +1,24 @@
 """A run on a file system that is too small, real where this machine lets a test mount one of its own."""
 
+import errno
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from small import make_dataset, small_config
 
 from pretrain.config_file import dump_config
+from pretrain.dist import world
+from pretrain.errors import CheckpointError
+from pretrain.train import checkpoint_folder as folder
+from pretrain.train.checkpoint import Checkpointer, choose, read_whole
 
 ROOT = Path(__file__).resolve().parents[3]
 # The mount is seen by these processes only and goes with them.
@@ -69,3 +77,62 @@ def test_a_run_whose_first_checkpoint_cannot_fit_is_refused_at_the_start(tmp_pat
     assert "status of the first start: 2" in output, output
     assert re.search(r"/run/checkpoints: a checkpoint needs [\d,]+ bytes and [\d,]+ are free", output), output
     assert "step 1/" not in output
+
+
+class FullDisk:
+    """Stands in for `open` where checkpoints are written: from the `allowed`-th write on, nothing fits."""
+
+    def __init__(self, allowed: int) -> None:
+        self.left = allowed
+
+    def __call__(self, *args: Any) -> Any:
+        file = open(*args)  # noqa: SIM115
+        plain = file.write
+
+        class Writing:
+            write = staticmethod(lambda data: self.take() or plain(data))
+            __enter__ = lambda this: file.__enter__() and this  # noqa: E731
+            __exit__ = lambda this, *exc: file.__exit__(*exc)  # noqa: E731
+            flush, fileno = file.flush, lambda this: self.take() or file.fileno()
+
+        return Writing()
+
+    def take(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def save_again(checkpointer: Checkpointer, state: Any, meta: Any, *, background: bool) -> str | None:
+    try:
+        checkpointer.save(2, state, meta, background=background)
+        checkpointer.wait()
+        return None
+    except (CheckpointError, OSError) as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_is_full_at_any_write_or_sync_costs_only_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Room was there when it was looked for, and another program has taken it since."""
+    meta, state = {"step": 1}, {"model.a": torch.arange(8.0), "model.b": torch.ones(3, dtype=torch.bfloat16)}
+    folder.checkpoints_dir(tmp_path).mkdir()
+    with world(60) as ranks:
+        checkpointer = Checkpointer(tmp_path, ranks, keep=2, keep_every=0, event=lambda *args, **details: None)
+        checkpointer.save(1, state, meta, background=False)
+        failures = 0
+        for allowed in range(100):
+            with monkeypatch.context() as disk:
+                disk.setattr(folder, "open", FullDisk(allowed), raising=False)
+                said = save_again(checkpointer, state, meta, background=background)
+            if said is None:
+                break
+            assert "No space left on device" in said
+            failures += 1
+            assert choose(tmp_path, ranks, print) == folder.step_dir(tmp_path, 1)
+            assert folder.remove_leftovers(tmp_path) == ["step-00000002.partial"]
+    assert failures >= 12, "tensors, index, random state, meta, manifest, marker: written and synced"
+    for step in (1, 2):
+        assert torch.equal(read_whole(folder.step_dir(tmp_path, step))["model.a"], state["model.a"])

@@ -12,71 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ranks import run_ranks
-from small import make_dataset, small_config
+from small import make_dataset
 
 from pretrain.errors import CheckpointError
 from pretrain.train import checkpoint_folder as folder
-from pretrain.train.checkpoint import SafeReader, read_state
-
-Job = tuple[dict[str, Any], list[int]]
-"""Changes to the small config, and the steps after which RUN/STOP is touched, one an attempt."""
-
-
-def run_jobs(root: str, jobs: list[Job]) -> list[list[str]]:
-    """Each job's attempts one after another, the last to the end; how each attempt ended."""
-    from pretrain.dist import world
-
-    with world(120) as ranks:
-        return [[attempt(ranks, root, changes, stop) for stop in [*stops, None]] for changes, stops in jobs]
-
-
-def attempt(ranks: Any, root: str, changes: dict[str, Any], stop_after: int | None) -> str:
-    from pretrain.metrics.sinks import Sinks
-    from pretrain.train.run import train_in
-    from pretrain.train.stop import Stop
-
-    # Validation before every save: a forward without a backward must leave no trace in a checkpoint.
-    changes = {"eval__every": 1} | changes
-    run = Path(root, changes.pop("name"))
-    cfg = small_config(run, Path(root, "data"), **changes)
-    plain = Sinks.write
-
-    def write(self: Sinks, record: dict[str, Any]) -> None:
-        plain(self, record)
-        if record["step"] == stop_after and ranks.first:
-            (run / "STOP").touch()
-
-    Sinks.write = write  # type: ignore[method-assign]
-    try:
-        return train_in(ranks, cfg, Stop(run))
-    finally:
-        Sinks.write = plain  # type: ignore[method-assign]
-
-
-def final_state(run: Path) -> dict[str, torch.Tensor]:
-    newest = folder.newest_whole(run)
-    stored = SafeReader(newest).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    read_state(newest, state)
-    return state
-
-
-def lines(run: Path, *keys: str) -> dict[int, tuple[Any, ...]]:
-    """The last training line of each step, its given keys."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: tuple(r[k] for k in keys) for r in records if "val_loss" not in r}
-
-
-def events(run: Path) -> list[str]:
-    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
-
-
-ENGINES = {
-    "fsdp": {},
-    "zero1": {"parallel__engine": "zero", "parallel__zero_stage": 1},
-    "zero2": {"parallel__engine": "zero", "parallel__zero_stage": 2},
-    "zero3": {"parallel__engine": "zero", "parallel__zero_stage": 3},
-}
+from tests.pretrain.train.attempts import ENGINES, Job, events, final_state, lines, run_first_attempts, run_jobs
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +80,26 @@ def test_engines_read_each_others_checkpoints_and_go_on_alike(root: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_checkpoint_of_two_ranks_goes_on_on_another_number(root: Path, size: int) -> None:  # G33
-    for engine in ("fsdp", "zero3"):
-        copy = root / f"{engine}-on-{size}"
-        shutil.copytree(root / f"{engine}-fp32", copy)
-        only_step_5(copy)
-    jobs: list[Job] = [(ENGINES[e] | {"name": f"{e}-on-{size}"}, []) for e in ("fsdp", "zero3")]
-    assert run_ranks(run_jobs, size, str(root), jobs, timeout=600)[0] == [["finished"], ["finished"]]
-    for engine in ("fsdp", "zero3"):
-        assert_near(root / f"{engine}-fp32", root / f"{engine}-on-{size}")
+def test_a_checkpoint_of_two_ranks_goes_on_on_another_number(root: Path) -> None:  # G33
+    """2 ranks, then 1, 3 and 4, with another engine at nearly each start: the same samples, losses to rounding."""
+    hsdp = {"parallel__dp_replicate": 2, "train__micro_batch_size": 1}
+    one_row = ENGINES["zero3"] | {"train__micro_batch_size": 1}
+    ways = {
+        "fsdp": [(1, ENGINES["zero3"], [6]), (3, ENGINES["zero1"], [8]), (4, hsdp, [])],
+        "zero2": [(1, {}, [6]), (3, {}, [8]), (4, one_row, [])],
+    }
+    for before in ways:
+        shutil.copytree(root / f"{before}-fp32", root / f"{before}-moved")
+        only_step_5(root / f"{before}-moved")
+    for starts in zip(*ways.values(), strict=True):
+        [size], [stops] = {size for size, _, _ in starts}, {tuple(stops) for _, _, stops in starts}
+        jobs = [
+            (changes | {"name": f"{name}-moved"}, stops) for name, (_, changes, _) in zip(ways, starts, strict=True)
+        ]
+        ends = run_ranks(run_first_attempts, size, str(root), jobs, timeout=600)[0]
+        assert ends == ["user" if stops else "finished"] * 2, (size, ends)
+    for before in ways:
+        assert_near(root / f"{before}-fp32", root / f"{before}-moved")
 
 
 def only_step_5(run: Path) -> None:
@@ -230,7 +180,7 @@ def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None
     whole_checkpoint(tmp_path, 5)
     path = folder.step_dir(tmp_path, 5)
     entry = {"bytes": 1, "sha256": "0"}
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": {"../../secret": entry}}))
+    (path / "manifest.json").write_text(json.dumps({"format": folder.FORMAT, "files": {"../../secret": entry}}))
     with pytest.raises(CheckpointError, match="no file of this folder"):
         folder.read_manifest(path)
 
@@ -238,5 +188,4 @@ def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None
 def whole_checkpoint(run: Path, step: int) -> None:
     partial = folder.partial_dir(run, step)
     partial.mkdir(parents=True)
-    (partial / "weights.bin").write_bytes(bytes(100))
-    folder.commit(run, step, folder.describe_files(partial, ["weights.bin"]))
+    folder.commit(run, step, {"weights.bin": folder.write_file(partial / "weights.bin", [bytes(100)])})

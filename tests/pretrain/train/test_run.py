@@ -21,10 +21,11 @@ from pretrain.metrics.jsonl import read_records
 from pretrain.model.loss import LossSums
 from pretrain.parallel.build import build_engine
 from pretrain.train import checkpoint_folder as folder
-from pretrain.train.checkpoint import SafeReader, load_model_weights, read_state
+from pretrain.train.checkpoint import load_model_weights, read_whole
 from pretrain.train.evaluate import evaluate
 from pretrain.train.optimizer import build_optimizer, describe_groups
-from pretrain.train.run import read_outcome, train_in
+from pretrain.train.run import train_in
+from pretrain.train.run_folder import read_outcome
 from pretrain.train.stop import Stop
 
 
@@ -163,10 +164,7 @@ def test_a_checkpoint_after_validation_holds_masters_and_moments(tmp_path: Path,
 
 def whole_state(run: Path) -> dict[str, torch.Tensor]:
     newest = folder.newest_whole(run)
-    stored = SafeReader(newest).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    read_state(newest, state)
-    return state
+    return read_whole(newest)
 
 
 def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path, data: Path, ranks: World) -> None:

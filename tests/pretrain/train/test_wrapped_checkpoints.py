@@ -227,22 +227,20 @@ def test_a_consolidated_zero_checkpoint_is_the_live_masters_and_never_a_part_of_
         for name, tensor in stored_state(path).items():
             assert torch.equal(tensor, live[name]), name
         assert any((tensor != tensor.bfloat16().float()).any() for tensor in weights.values()), "fp32, not bf16"
-    (path / "__1_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):
+    (path / "rank-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is missing"):
         open_model(path)
     said: list[str] = []
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         folder.newest_whole(root / f"zero{stage}", said.append)
-    assert "__1_0.distcp is missing" in said[0]
+    assert "rank-00001.safetensors is missing" in said[0]
 
 
 def stored_state(path: Path) -> dict[str, torch.Tensor]:
     """All weights and moments of a checkpoint."""
-    from pretrain.train.checkpoint import SafeReader, read_state
+    from pretrain.train.checkpoint import read_whole
 
-    stored = SafeReader(path).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    read_state(path, state)
+    state = read_whole(path)
     del state["optim.step"]
     return state
 
