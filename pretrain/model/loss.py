@@ -135,7 +135,9 @@ def _softmax_loss_(
     # The softmax here is over this slice: `share` makes it the whole one's. The bound keeps its inverse finite.
     share = (local - log_sum_exp).exp_().clamp_(min=1e-30)
     factor = share * (1 + 2 * z_loss * log_sum_exp)
-    logits.scatter_(1, row, ((picked - local).exp_() - here / factor).to(logits.dtype))
+    # By indices: scatter_ makes an fp32 copy of all bf16 logits on a CPU, a seventh of this function's time.
+    place = torch.arange(row.size(0), device=row.device).unsqueeze(1)
+    logits.index_put_((place, row), ((picked - local).exp_() - here / factor).to(logits.dtype))
     return factor.masked_fill_(~valid, 0)
 
 
