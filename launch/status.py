@@ -107,5 +107,5 @@ def stop(run: Path) -> str:
     if who is None:
         return f"{run}/STOP is there, but no job or process of this run is known here; who reads it saves and ends"
     if "PENDING" in who:
-        return f"{run}/STOP is there, but {who} has not started: it will start, save one step and leave; or scancel it"
+        return f"{run}/STOP is there, but {who} has not started: it will start, read it and leave; or scancel it"
     return f"{run}/STOP is there: {who} saves after the step in hand and ends; nothing starts it again by itself"

@@ -51,9 +51,16 @@ def _add_hyper(commands: Any) -> None:
 def _add_fit(commands: Any) -> None:
     fit = commands.add_parser("fit", help="a law with intervals from a table of runs")
     fit.add_argument("table", help="CSV, JSON lines or parquet with one row a run")
-    fit.add_argument("--params", required=True, metavar="COL", help="column of parameters")
-    fit.add_argument("--tokens", required=True, metavar="COL", help="column of tokens trained on, repeats included")
-    fit.add_argument("--loss", required=True, metavar="COL", help="column of final losses")
+    fit.add_argument(
+        "--params", required=True, metavar="COL", help='column of parameters, or arithmetic such as "N * 1e6"'
+    )
+    fit.add_argument(
+        "--tokens",
+        required=True,
+        metavar="COL",
+        help='column of tokens trained on, repeats included, or "flops / (6 * N)"',
+    )
+    fit.add_argument("--loss", required=True, metavar="COL", help='column of final losses, or "log(perplexity)"')
     fit.add_argument("--unique", metavar="COL", help="column of different tokens, for runs that repeat data")
     fit.add_argument("--flops", metavar="COL", help="column of training FLOPs, to find IsoFLOP budgets")
     fit.add_argument(
@@ -145,6 +152,8 @@ def _hyper(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
+    from dataclasses import fields
+
     from pretrain.errors import ConfigError
     from pretrain.scaling.report import fit_report
     from pretrain.scaling.saved import write_fit
@@ -153,24 +162,9 @@ def _fit(args: argparse.Namespace) -> int:
 
     if args.bootstrap < 0 or 0 < args.bootstrap < 20:
         raise ConfigError(f"--bootstrap {args.bootstrap} is too few for an interval; take 200 or more, or 0 for none")
-    given = {"params": args.params_unit, "tokens": args.tokens_unit}
-    names = (
-        "params",
-        "tokens",
-        "loss",
-        "unique",
-        "flops",
-        "group",
-        "where",
-        "form",
-        "flops_factor",
-        "bootstrap",
-        "seed",
-    )
-    ask = Question(
-        **{name: getattr(args, name) for name in names},
-        units={role: unit for role, unit in given.items() if unit is not None},
-    )
+    units = {"params": args.params_unit, "tokens": args.tokens_unit}
+    asked = {one.name: getattr(args, one.name) for one in fields(Question) if hasattr(args, one.name)}
+    ask = Question(**asked, units={role: unit for role, unit in units.items() if unit is not None})
     content = study(read_table(args.table), ask)
     if args.out:
         write_fit(args.out, content)
