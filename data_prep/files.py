@@ -29,7 +29,7 @@ class File(NamedTuple):
     path: str  # as given or found: what the manifest shows
     format: str  # text | jsonl | json | parquet | hub
     size: int  # bytes on disk; 0 where unknown (hub)
-    modified: str = ""  # changes when the file does (`streams.modified`); "" where nothing tells
+    modified: str = ""  # changes when the file does: a time, or what a remote system tells; "" where nothing tells
 
 
 def find(inputs: Sequence[str], *, exclude: Sequence[str] = ()) -> tuple[list[File], list[str]]:
@@ -110,6 +110,8 @@ def _find_remote(given: str, exclude: Sequence[str], left_out: Counter[str]) -> 
         else:
             details = fs.find(name, detail=True)
             root = "" if name in details else name.rstrip("/") + "/"
+            if not root:
+                details = {name: fs.info(name)}  # of a file itself, some systems list nothing but the name
     except (OSError, ValueError) as error:
         raise DataError(f"{given}: cannot be listed: {error}") from error
     if not details:

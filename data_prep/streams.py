@@ -39,18 +39,15 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 
 def modified(path: str) -> str:
-    """What changes when the file does: its time of modification; for remote files what their system tells, or ""."""
+    """When a local file was modified."""
     try:
-        if is_remote(path):
-            fs, name = filesystem(path)
-            return modified_in(fs.info(name))
         return str(os.stat(path).st_mtime_ns)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def modified_in(details: dict[str, Any]) -> str:
-    """The same of an entry as fsspec lists it, whose keys differ by file system."""
+    """What changes when a remote file does, of an entry as fsspec lists it, whose keys differ by file system; or ""."""
     keys = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
     return str(next((details[key] for key in keys if details.get(key)), ""))
 

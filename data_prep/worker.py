@@ -148,7 +148,8 @@ def _tokenise_piece(
             raise DataError(f"{place}: {row.reason}: {row.detail}; --on-bad-row skip leaves such rows out, counted")
         else:
             skipped.add(row.reason, number, row.line)
-    if piece.format != "hub" and streams.modified(piece.path) != me.job.plan.modified[number]:
+    local = piece.format != "hub" and not streams.is_remote(piece.path)
+    if local and streams.modified(piece.path) != me.job.plan.modified[number]:
         raise DataError(
             f"{piece.path}: was modified while the build went on; remove {me.job.folder / 'build'} and build again"
         )
