@@ -29,6 +29,7 @@ ROLLBACK = SPIKES | {"anomalies__policy": "rollback", "checkpoint__every": 4}
 EVERY_STEP = {"checkpoint__every": 1, "checkpoint__keep": 20}
 POISON = {60: 1e4, 84: math.nan}  # first stream row of a step -> what its losses are multiplied with
 LEFT_OUT = [[60, 71], [84, 95]]
+BACK = ("fsdp", "zero1", "zero3")  # stage 2 loads as stage 1 does
 
 
 def run_poisoned(root: str, jobs: list[Job], poison: dict[int, float]) -> list[list[str]]:
@@ -58,6 +59,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs += [
             ((skip | EVERY_STEP | {"name": f"{name}-skip"}, []), "finished"),
             ((skip | {"name": f"{name}-skip-broken"}, [5, 7]), "finished"),
+        ]
+        if name not in BACK:
+            continue
+        jobs += [
             ((rollback | {"name": f"{name}-rollback"}, []), "finished"),
             ((rollback | {"name": f"{name}-rollback-broken"}, [5, 7]), "finished"),
             ((rollback | {"name": f"{name}-without", "data__skip": LEFT_OUT}, []), "finished"),
@@ -106,9 +111,10 @@ def test_a_skipped_step_leaves_weights_and_moments_and_takes_its_rows(root: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_run_stopped_between_two_spikes_equals_the_unbroken_one(root: Path, engine: str, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "engine"), [("skip", engine) for engine in ENGINES] + [("rollback", e) for e in BACK]
+)
+def test_a_run_stopped_between_two_spikes_equals_the_unbroken_one(root: Path, policy: str, engine: str) -> None:
     unbroken, broken = root / f"{engine}-{policy}", root / f"{engine}-{policy}-broken"
     assert_equal(final_state(unbroken), final_state(broken))
     states = [folder.read_meta(folder.newest_whole(run))["anomalies"] for run in (unbroken, broken)]
@@ -118,7 +124,7 @@ def test_a_run_stopped_between_two_spikes_equals_the_unbroken_one(root: Path, en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BACK)
 def test_a_run_rolled_back_equals_one_that_never_had_the_rows(root: Path, engine: str) -> None:
     run, without = root / f"{engine}-rollback", root / f"{engine}-without"
     assert of_kind(run, "rollback") == [(6, [60, 71]), (7, [84, 95])]
