@@ -10,6 +10,7 @@ import pytest
 
 from launch import local, ranks, run_folder, torchrun
 from launch.cli import main
+from pretrain.cli import main as pretrain_main
 from pretrain.errors import ConfigError
 from tests.launch.tiny_run import write_config
 
@@ -60,6 +61,22 @@ def test_a_port_that_is_taken_is_named():  # G39
         with pytest.raises(ConfigError, match=f"--port {port} cannot be used"):
             local.require_free_port(port)
     local.require_free_port(port)
+
+
+def test_what_refuses_the_ranks_refuses_the_launch_though_torchrun_hides_their_status(
+    tmp_path, data, capsys, monkeypatch
+):
+    """The rank is `pretrain` itself, which finds no config; torchrun's part is played by a function that returns 1."""
+
+    def supervise(line, environment, find_ranks, say):
+        monkeypatch.setenv(run_folder.REFUSAL, environment[run_folder.REFUSAL])
+        assert pretrain_main(["train", str(tmp_path / "gone.toml")]) == 2
+        return 1
+
+    monkeypatch.setattr(ranks, "supervise", supervise)
+    config = write_config(tmp_path / "c.toml", tmp_path / "run", data, steps=4)
+    assert main(["local", str(config), "--nproc", "2"]) == 2
+    assert capsys.readouterr().err.count("gone.toml: no such config file") == 2
 
 
 def test_threads_follow_the_allowed_cores_and_not_the_machines():  # G45
