@@ -18,7 +18,7 @@ import numpy as np
 from data_prep.errors import DataError
 from data_prep.shard import ShardWriter, token_dtype
 
-_FLUSH_TOKENS = 1 << 18
+_FLUSH_TOKENS = 1 << 15  # few enough to stay in the cache
 _COPY_TOKENS = 1 << 22
 _COLUMNS = 4  # length, source, line, bytes of text
 

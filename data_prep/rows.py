@@ -317,7 +317,7 @@ def open_rows(
     """
     manifest = Manifest.read(folder)
     if manifest.tokenizer.files:
-        check_sums(Path(folder), places=False)
+        check_sums(Path(folder), everything=False)
     if split not in manifest.splits:
         raise DataError(f"{folder} has no split {split!r}; it has {', '.join(manifest.splits) or 'none'}")
     found = packings(folder, split)

@@ -20,7 +20,7 @@ from data_prep.errors import DataError
 
 COMPRESSIONS = (".gz", ".zst", ".xz")
 _FEED_BYTES = 1 << 14  # compressed bytes fed at a time: bounds what a decompressor may hand back at once
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 17  # with what else a worker touches for a document it stays in the cache, beside the tokenizer
 
 
 def is_remote(path: str) -> bool:

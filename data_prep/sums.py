@@ -20,22 +20,22 @@ def write_sums(folder: Path) -> None:
         file.write(_sums(folder).encode())
 
 
-def check_sums(folder: Path, *, places: bool = True) -> None:
-    """DataError if a file is not the one that was written, is missing or new. Without `places` the list of sources,
-    which may be long and which training does not read, is left out."""
+def check_sums(folder: Path, *, everything: bool = True) -> None:
+    """DataError if a file is not the one that was written, is missing or new. Not `everything`: what is new does no
+    harm, and the list of sources, which may be long, is not looked at."""
     try:
         written = (folder / NAME).read_bytes().decode(errors="replace")
     except FileNotFoundError as error:
         raise DataError(f"{folder / NAME}: is missing; run the build to its end") from error
-    lines = set(written.split("\n")) ^ set(_sums(folder, places).split("\n"))
-    different = sorted(line for line in lines if places or not line.endswith(f"  {_PLACES}"))
+    stated, found = set(written.split("\n")), set(_sums(folder, everything).split("\n"))
+    different = sorted(stated ^ found if everything else (line for line in stated - found if _PLACES not in line))
     if different:
         name = different[0].partition("  ")[2]
         raise DataError(f"{folder / name}: is not as it was written, or {NAME} is not; copy or build it again")
 
 
 def _sums(folder: Path, places: bool = True) -> str:
-    listed = [folder / _PLACES] if places else []
-    paths = [folder / "manifest.json", *listed, *sorted((folder / "tokenizer").glob("*"))]
+    tokenizer = sorted(path for path in (folder / "tokenizer").glob("*") if path.is_file())
+    paths = [folder / "manifest.json", *([folder / _PLACES] if places else []), *tokenizer]
     sums = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items())

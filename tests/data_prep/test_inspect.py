@@ -58,7 +58,11 @@ def test_rows_are_refused_where_manifest_or_tokenizer_are_not_as_they_were_writt
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(dataset, copy)
+    (copy / "tokenizer" / ".nfs0001").touch()
     open_rows(copy, "train", 64)
+    with pytest.raises(DataError, match="nfs0001: is not as it was written"):
+        verify(copy)
+    (copy / "tokenizer" / ".nfs0001").unlink()
     for path in [copy / "manifest.json", *(copy / "tokenizer").iterdir()]:
         good = path.read_bytes()
         at = good.rindex(b"1")
