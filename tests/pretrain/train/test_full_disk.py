@@ -116,7 +116,7 @@ def save_again(checkpointer: Checkpointer, state: Any, meta: Any, *, background:
 def test_a_disk_that_is_full_at_any_write_or_sync_costs_only_that_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Room was there when it was looked for, and another program has taken it since."""
+    """G30: room was there when it was looked for, and another program has taken it since."""
     meta, state = {"step": 1}, {"model.a": torch.arange(8.0), "model.b": torch.ones(3, dtype=torch.bfloat16)}
     folder.checkpoints_dir(tmp_path).mkdir()
     with world(60) as ranks:
