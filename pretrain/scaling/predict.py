@@ -97,19 +97,15 @@ def predict_target(fit: SavedFit, loss: float, *, inference_tokens: float = 0.0)
 
 
 def marginal(law: Laws, params: float, tokens: float, unique: float | None = None) -> dict[str, float]:
-    """What twice the tokens, twice the parameters and a billion more tokens would change the loss by."""
+    """What a tenth more tokens, twice the tokens and twice the parameters would change the loss by."""
     unique_now = None if unique is None else min(unique, tokens)
     here = law.loss(params, tokens, unique_now)[0]
-    twice_tokens = float(law.loss(params, 2 * tokens, unique)[0] - here)
+    more_tokens, twice_tokens = (float(law.loss(params, more * tokens, unique)[0] - here) for more in (1.1, 2))
     twice_params = float(law.loss(2 * params, tokens, unique_now)[0] - here)
-    step = 1e-4 * tokens
-    slope = float(
-        (law.loss(params, tokens + step, unique)[0] - law.loss(params, tokens - step, unique)[0]) / (2 * step)
-    )
     return {
+        "loss_of_tenth_more_tokens": more_tokens,
         "loss_of_doubling_tokens": twice_tokens,
         "loss_of_doubling_params": twice_params,
-        "loss_of_1e9_more_tokens": 1e9 * slope,
         # Above 1 the next FLOP is better spent on tokens, below 1 on parameters.
         "tokens_over_params": twice_tokens / twice_params if twice_params else float("inf"),
     }

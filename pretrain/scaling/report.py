@@ -71,8 +71,8 @@ def prediction_report(answer: dict[str, Any], law: str) -> str:
         )
     gain = answer["marginal"]
     lines.append(
-        f"  twice the tokens: {gain['loss_of_doubling_tokens']:+.4f}, twice the parameters: "
-        f"{gain['loss_of_doubling_params']:+.4f}, 1e9 more tokens: {gain['loss_of_1e9_more_tokens']:+.2e}"
+        f"  a tenth more tokens: {gain['loss_of_tenth_more_tokens']:+.4f}, twice the tokens: "
+        f"{gain['loss_of_doubling_tokens']:+.4f}, twice the parameters: {gain['loss_of_doubling_params']:+.4f}"
     )
     if answer.get("times_largest_flops", 0) > 1:
         lines.append(f"  {answer['times_largest_flops']:.3g} times the compute of the largest run of the fit")
