@@ -1,6 +1,7 @@
 """The data pipeline beside what it stands on and beside its peers, both sides in one run on this machine.
 
     python benchmarks/data.py build    tokenising against the bare tokenizers, each called in a loop
+    python benchmarks/data.py worker   the same for one worker alone, in processor time: for a shared machine
     python benchmarks/data.py peers    text to packed rows against datatrove, datasets and litdata
     python benchmarks/data.py load     rows from page cache: against litdata's token loader and a `datasets` table
     python benchmarks/data.py start    process start to first batch, and to resume at half, at 10^9 and 10^12 tokens
@@ -35,9 +36,9 @@ SEQ_LEN, BATCH = 2048, 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=[], metavar="build|peers|load|start")
+    parser.add_argument("parts", nargs="*", default=[], metavar="build|worker|peers|load|start")
     parser.add_argument("--mb", type=int, default=400, help="megabytes of text (400)")
-    parser.add_argument("--kinds", nargs="+", help="of the tokenizers that `build` compares (all)")
+    parser.add_argument("--kinds", nargs="+", help="of the tokenizers that `build` and `worker` compare (all)")
     parser.add_argument("--pythons", nargs="+", default=[], help="interpreters of environments that have peers")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -46,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.work) as name:
         work = Path(name)
-        parts = {"build": build, "peers": peers, "load": load, "start": start}
+        parts = {"build": build, "worker": worker, "peers": peers, "load": load, "start": start}
         for part in args.parts or parts:
             parts[part](work, args)
 
@@ -76,6 +77,56 @@ def build(work: Path, args: argparse.Namespace) -> None:
             f" {tokens / 1e6 / statistics.median(times['tokenising']):.2f} M tokens/s: {ratio:.0%} of bare"
             f" (whole command with start and packing {whole:.0%})"
         )
+
+
+def worker(work: Path, args: argparse.Namespace) -> None:
+    """Unit by unit in turn with the bare tokenizer over the unit's texts, so that disturbances meet both sides."""
+    from data_peers import bare_encode
+
+    from data_prep import build as building
+    from data_prep import fast_bpe, plan, sources
+    from data_prep import worker as working
+    from data_prep.tokenizer import load_tokenizer
+
+    corpus, tokenizers = make_corpus(work, args.mb)
+    print(f"worker: {args.mb} MB of JSON lines, one process; processor time, {args.rounds} rounds")
+    for kind in args.kinds or tokenizers:
+        out, settings = work / "worker", Settings((str(corpus),), val_fraction=0.001)
+        tokenizer, bare = load_tokenizer(tokenizers[kind]), bare_encode(kind, tokenizers[kind])
+        wanted, _ = plan.make_plan(settings, building._tokenizer_info(tokenizer, settings))
+        fast_bpe.accelerate(tokenizer)
+        documents = (
+            (
+                row.text
+                for piece in unit
+                for row in sources.read(wanted.pieces[piece])
+                if isinstance(row, sources.Document)
+            )
+            for unit in wanted.units
+        )
+        units = [list(texts) for texts in documents]
+        seconds = dict.fromkeys(("bare", "units", "shards"), 0.0)
+        for _ in range(args.rounds):
+            tokenizer.save(out / "tokenizer")
+            mine = working.Worker(working.Job(out, wanted, tokenizer.engine, [], [0]))
+            for unit, texts in enumerate(units):
+                began = time.process_time()
+                for text in texts:
+                    bare(text)
+                middle = time.process_time()
+                working.tokenise_unit(unit, using=mine)
+                seconds["bare"] += middle - began
+                seconds["units"] += time.process_time() - middle
+            began = time.process_time()
+            for group in range(len(wanted.groups)):
+                working.compose_group(group, using=mine)
+            seconds["shards"] += time.process_time() - began
+            shutil.rmtree(out)
+        rate = args.mb * args.rounds / seconds["bare"]
+        ratio = seconds["bare"] / (seconds["units"] + seconds["shards"])
+        print(f"  {kind:>14}: bare {rate:.1f} MB/s; reading, encoding and writing parts takes", end=" ")
+        print(f"{seconds['units'] / seconds['bare']:.2f} of its time, shards {seconds['shards'] / seconds['bare']:.2f}")
+        print(f"{'':18}so a worker makes {ratio:.0%} of bare")
 
 
 def peers(work: Path, args: argparse.Namespace) -> None:
