@@ -43,11 +43,6 @@ class Anomalies:
             window.append(value)
         return None
 
-    def spend(self) -> bool:
-        """Take one from the budget; False where it is used up."""
-        self.spent += 1
-        return self.spent <= self._cfg.budget
-
     def state(self) -> dict[str, Any]:
         """For a checkpoint; JSON keeps every bit of a float."""
         histories = {"losses": list(self._losses), "norms": list(self._norms)} if self._cfg.spike_z else {}

@@ -1,4 +1,4 @@
-"""The loop: read it top to bottom. What surrounds it (folder, resume, sinks, outcome) is set up by `run`.
+"""The loop: read it top to bottom. What surrounds it (folder, resume, sinks, outcome) is made by `run` and `setup`.
 
 `done` counts finished optimizer steps and `rows_consumed` rows of the stream: everything that is no tensor is a
 function of the two. Nothing here waits for the device but the log steps, validation and saves.
