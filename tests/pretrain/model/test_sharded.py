@@ -69,7 +69,7 @@ def spoiled_memory(whole: Llama, here: World) -> dict[str, bool]:
     cfg = parse_config(CONFIG)
     with torch.device("meta"):
         sharded = Llama(cfg.model, activations=torch.bfloat16)
-    shard_model(sharded, cfg, build_meshes(cfg.layout(here.size), here.device))
+    shard_model(sharded, cfg, build_meshes(cfg.layout(here.size), here.device), here.device)
     sharded.to_empty(device=here.device)
     for tensor in [*sharded.parameters(), *sharded.buffers()]:
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().fill_(777.0)
