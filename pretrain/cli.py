@@ -1,12 +1,14 @@
 """`pretrain`: parse, call, print. Heavy imports wait until a command needs them."""
 
 import argparse
+import faulthandler
 import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from pretrain.config import Config
 from pretrain.errors import CheckpointError, ConfigError, MachineError
@@ -89,21 +91,32 @@ def _train(args: argparse.Namespace) -> int:
     cfg = load_config(args.config, args.overrides)
     if (size := os.environ.get("WORLD_SIZE")) is not None:
         cfg.layout(int(size))  # refused here, before torch is loaded
+    from pretrain.dist import launch_environment
     from pretrain.train.run import run_training
 
     allowed = {key.strip() for key in args.allow_change.split(",") if key.strip()}
+    faulthandler.enable(2)  # a rank that dies in C++ leaves its stacks in the log
     try:
-        return run_training(cfg, resume=args.resume, allow_change=allowed)
+        status = run_training(cfg, resume=args.resume, allow_change=allowed)
     except (ConfigError, MachineError):
         raise
     except BaseException:
         # A crash. Tear-down would wait for ranks that wait for this one, so leave at once; torchrun ends the others.
         # Half a second later, so that who watches the ranks can tell the first to go from those it takes along.
         traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
         time.sleep(0.5)
-        os._exit(1)
+        _leave(1)
+    if launch_environment()["size"] > 1:
+        # Engines keep process groups alive whose threads hold tensors; one that lets go while the interpreter is
+        # taken down aborts the process, and a finished run would be taken for a crash.
+        _leave(status)
+    return status
+
+
+def _leave(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _trace(cfg: Config, gpus: int, as_json: bool) -> str:

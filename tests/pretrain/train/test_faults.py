@@ -67,6 +67,11 @@ def write_config(path: Path, run: Path, data: Path, **changes: Any) -> Path:
     return path
 
 
+def last_words(config: Path) -> str:
+    logs = sorted(config.parent.glob(f"{config.stem}.rank-*.log"))
+    return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
 def steps_done(run: Path) -> int:
     try:
         return max((line["step"] for line in read_records(run / "metrics.jsonl")), default=0)
@@ -190,7 +195,7 @@ def test_runs_killed_at_random_moments_end_with_the_undisturbed_weights(
             wait_all(started, 60)
             wait_until_gone(ranks_of_it)  # ranks that torchrun's death has orphaned train on
         with job(config) as ranks:
-            assert wait_all(ranks, 900) == [0, 0], (seed, trial, what)
+            assert wait_all(ranks, 900) == [0, 0], f"{seed} {trial} {what}\n{last_words(config)}"
         got = final_state(run)
         for name, tensor in expected.items():
             assert torch.equal(tensor, got[name]), (seed, trial, what, name)
