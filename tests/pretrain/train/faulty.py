@@ -11,8 +11,7 @@ from typing import Any
 from pretrain import cli
 
 
-def main() -> int:
-    fault, arguments = sys.argv[1], sys.argv[2:]
+def main(fault: str, *arguments: str) -> int:
     if fault != "none":
         break_something(fault)
     return cli.main(arguments)
@@ -61,4 +60,4 @@ def break_something(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

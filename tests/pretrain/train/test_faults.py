@@ -19,45 +19,43 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from ranks import free_port
+from ranks import ROOT, Rank, start_ranks
 from small import make_dataset, small_config
 
 from pretrain.config_file import dump_config
 from pretrain.metrics.jsonl import read_records
 from pretrain.train import checkpoint_folder as folder
 from pretrain.train.run_folder import read_outcome
+from tests.pretrain.train import faulty
 from tests.pretrain.train.attempts import ENGINES, final_state
 
-FAULTY = Path(__file__).with_name("faulty.py")
-ROOT = Path(__file__).resolve().parents[3]
-KILLS = int(os.environ.get("PRETRAIN_KILLS", "1"))
+Started = list[Rank | subprocess.Popen[bytes]]
+KILLS = int(os.environ.get("PRETRAIN_KILLS", "4"))
 
 
 @contextmanager
-def job(
-    config: Path, fault: str = "none", size: int = 2, *, torchrun: bool = False, **env: str
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+def job(config: Path, fault: str = "none", size: int = 2, *, torchrun: bool = False, **env: str) -> Iterator[Started]:
     """Ranks of `pretrain train CONFIG`, or torchrun which starts them; those still there at the end are killed."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    ranks = []
-    for rank in range(1 if torchrun else size):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        with open(config.with_suffix(f".rank-{rank}.log"), "ab") as log:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"] if torchrun else []
-            command = [sys.executable, *launcher, str(FAULTY), fault, "train", str(config)]
-            ranks.append(
-                subprocess.Popen(command, env=os.environ | meeting | own | env, cwd=ROOT, stdout=log, stderr=log)
-            )
+    logs = [config.with_suffix(f".rank-{rank}.log") for rank in range(size)]
+    started: Started = []
+    if torchrun:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        command = [sys.executable, *launcher, faulty.__file__, fault, "train", str(config)]
+        own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | env
+        with open(logs[0], "ab") as log:
+            started.append(subprocess.Popen(command, env=own, cwd=ROOT, stdout=log, stderr=log))
+    else:
+        started += start_ranks(faulty.main, size, (fault, "train", str(config)), logs, **env)
     try:
-        yield ranks
+        yield started
     finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-            rank.wait()
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
 
 
-def wait_all(ranks: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+def wait_all(ranks: Started, seconds: float) -> list[int]:
     deadline = time.monotonic() + seconds
     return [rank.wait(timeout=max(0.1, deadline - time.monotonic())) for rank in ranks]
 
@@ -79,7 +77,7 @@ def steps_done(run: Path) -> int:
         return 0
 
 
-def wait_for_step(run: Path, step: int, ranks: list[subprocess.Popen[bytes]], seconds: float = 240) -> None:
+def wait_for_step(run: Path, step: int, ranks: Started, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while steps_done(run) < step and any(rank.poll() is None for rank in ranks):
         assert time.monotonic() < deadline, f"step {step} was not reached"
