@@ -145,8 +145,8 @@ def _checkpoint(args: argparse.Namespace) -> int:
     if args.action == "prune":
         if args.keep < 1:
             raise ConfigError(f"--keep {args.keep}: at least one checkpoint stays; set --keep 1 or more")
-        for path in folder.prune(run, args.keep):
-            print(f"removed {path.name}")
+        for name in folder.prune(run, args.keep):
+            print(f"removed {name}")
         return 0
     bad = 0
     for found in folder.list_checkpoints(run):

@@ -6,7 +6,9 @@ used again by the next. `checkpoint_folder` decides what makes a folder a checkp
 """
 
 import json
+import logging
 import random
+import shutil
 import threading
 import time
 import warnings
@@ -46,6 +48,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._saver = world._replace(agreement=self._group)
         self._thread: threading.Thread | None = None
+        self._removal: threading.Thread | None = None  # of checkpoints that are out of the list
         self._error: BaseException | None = None
         self._host_meshes: dict[Any, DeviceMesh] = {}
         self._staged: dict[str, Tensor] = {}  # host memory that background saves copy into, by name
@@ -82,10 +85,13 @@ class Checkpointer:
         return self._thread is not None
 
     def wait(self) -> None:
-        """Finish the save in flight and raise what went wrong in it."""
+        """Finish the save in flight, and what it has yet to delete, and raise what went wrong in it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
@@ -118,7 +124,9 @@ class Checkpointer:
         if self.world.first:
             try:
                 folder.commit(self.run, step, files)
-                removed = folder.prune(self.run, self.keep, self.keep_every)
+                retired = folder.retire(self.run, self.keep, self.keep_every)
+                self._removal = threading.Thread(target=_remove, args=(retired,), name="removal", daemon=True)
+                self._removal.start()
                 seconds = time.perf_counter() - start
                 self.event(
                     "save",
@@ -126,7 +134,7 @@ class Checkpointer:
                     seconds=round(seconds, 3),
                     stall_seconds=round(stall or seconds, 3),
                     bytes=sum(entry["bytes"] for entry in files.values()),
-                    removed=[path.name for path in removed],
+                    removed=[path.stem for path in retired],
                 )
             except OSError as e:
                 error = e
@@ -248,6 +256,15 @@ def _check_names(metadata: Metadata, state: State, path: Path) -> None:
     for name, tensor in state.items():
         if tuple(tensor.shape) != stored[name]:
             raise CheckpointError(f"{path}: {name} is {stored[name]} there and {tuple(tensor.shape)} in this run")
+
+
+def _remove(paths: list[Path]) -> None:
+    """No step waits for it, and none stops for it: what stays is deleted by the next start."""
+    for path in paths:
+        try:
+            shutil.rmtree(path)
+        except OSError as e:
+            logging.getLogger(__name__).warning("%s could not be removed: %s", path, e)
 
 
 def _rng_file(rank: int) -> str:

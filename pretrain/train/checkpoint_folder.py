@@ -1,7 +1,7 @@
 """Checkpoints as folders: RUN/checkpoints/step-00000100, whole or absent. Files, numbers and checksums, no torch.
 
 A save is written to `step-N.partial` beside its place. When every rank's files are there, synced, their sizes and
-SHA-256 stand in manifest.json; then the marker COMPLETE, a rename, and a sync of the parent make it a checkpoint.
+checksums stand in manifest.json; then the marker COMPLETE, a rename, and a sync of the parent make it a checkpoint.
 `checkpoint` puts tensors into these folders. Names that are not ours are neither read nor deleted.
 """
 
@@ -10,20 +10,25 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import xxhash
 
 from pretrain.errors import CheckpointError
 
 MANIFEST, MARKER, META = "manifest.json", "COMPLETE", "train.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_PARTIAL = re.compile(r"step-\d{8,}\.(partial|old)")
-FORMAT = 2
+_LEFTOVER = re.compile(r"step-\d{8,}\.(partial|old|retired)")
+_FILE = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
+FORMAT = 3
+# Against damage: a forger writes the manifest too. XXH3 costs a twentieth of SHA-256, which format 2 had.
+_CHECKSUMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 _LARGEST_JSON = 1 << 29  # bytes; the index of 1,000 tensors on 4,000 ranks is near it
 Entry = dict[str, Any]
-"""What the manifest says of a file: bytes, sha256."""
+"""What the manifest says of a file: bytes, checksum (`xxh3_128:HEX`)."""
 
 
 class Found(NamedTuple):
@@ -63,21 +68,25 @@ def problem_at_a_glance(path: Path) -> str | None:
         return f"{MARKER} is missing"
     for name, entry in files.items():
         try:
-            size = (path / name).stat().st_size
+            status = (path / name).lstat()
         except OSError:
             return f"{name} is missing"
-        if size != entry["bytes"]:
-            return f"{name} has {size:,} bytes, but {MANIFEST} says {entry['bytes']:,}"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is a link or a device, not a file of this folder"
+        if status.st_size != entry["bytes"]:
+            return f"{name} has {status.st_size:,} bytes, but {MANIFEST} says {entry['bytes']:,}"
     return None
 
 
 def problem_in_file(path: Path, name: str, entry: Entry) -> str | None:
     """Compare one file with its checksum."""
+    kind, _, expected = entry["checksum"].partition(":")
     try:
-        actual = sha256_of(path / name)
+        with open(path / name, "rb", buffering=0) as f:
+            actual = hashlib.file_digest(f, _CHECKSUMS[kind]).hexdigest()
     except OSError as e:
         return f"{name} cannot be read: {e}"
-    return None if actual == entry["sha256"] else f"{name} does not match its SHA-256 in {MANIFEST}"
+    return None if actual == expected else f"{name} does not match its checksum in {MANIFEST}"
 
 
 def verify(path: Path) -> str | None:
@@ -89,20 +98,25 @@ def verify(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> dict[str, Entry]:
-    """File name -> {bytes, sha256}; CheckpointError when it is absent, damaged or names files outside its folder."""
+    """File name -> {bytes, checksum}; CheckpointError when it is absent, damaged or names files outside its folder."""
     try:
         manifest = read_json(path / MANIFEST)
-        files = manifest["files"]
-        checked = {str(name): {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for name, e in files.items()}
+        number, files = manifest["format"], manifest["files"].items()
+        if number not in (2, FORMAT):
+            raise CheckpointError(f"{MANIFEST} has format {number!r}; this program reads 2 and {FORMAT}")
+        checked = {
+            name: {"bytes": int(e["bytes"]), "checksum": e["checksum"] if number == FORMAT else f"sha256:{e['sha256']}"}
+            for name, e in files
+        }
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
         raise CheckpointError(f"{MANIFEST} is damaged ({type(e).__name__}: {e})") from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')!r}; this program reads {FORMAT}")
-    for name in checked:
-        if "/" in name or "\\" in name or name in ("", ".", ".."):
+    for name, entry in checked.items():
+        if not _FILE.fullmatch(name):
             raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of this folder")
+        if str(entry["checksum"]).partition(":")[0] not in _CHECKSUMS:
+            raise CheckpointError(f"{MANIFEST} gives {name} the checksum {entry['checksum']!r}, of no kind known here")
     return checked
 
 
@@ -118,9 +132,12 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file of a checkpoint; ValueError where it is none, or larger than one of ours could be."""
-    if path.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"it has {path.stat().st_size:,} bytes, and {_LARGEST_JSON:,} are allowed")
+    """A JSON file that strangers may have made; ValueError where it is none, or larger than one of ours could be."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no regular file")
+    if status.st_size > _LARGEST_JSON:
+        raise ValueError(f"it has {status.st_size:,} bytes, and {_LARGEST_JSON:,} are allowed")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
@@ -153,9 +170,9 @@ def commit(run: Path, step: int, files: dict[str, Entry]) -> Path:
 
 
 def remove_leftovers(run: Path) -> list[str]:
-    """Delete what interrupted saves left behind; the names removed."""
+    """Delete what interrupted saves and removals left behind; the names removed."""
     folder = checkpoints_dir(run)
-    names = sorted(p.name for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
+    names = sorted(p.name for p in folder.iterdir() if _LEFTOVER.fullmatch(p.name)) if folder.is_dir() else []
     for name in names:
         old = folder / name
         if name.endswith(".old") and not old.with_suffix("").exists():
@@ -165,22 +182,27 @@ def remove_leftovers(run: Path) -> list[str]:
     return names
 
 
-def prune(run: Path, keep: int, keep_every: int = 0) -> list[Path]:
-    """Delete all whole checkpoints but the newest `keep` and every multiple of `keep_every`; those removed.
+def retire(run: Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """Take all whole checkpoints but the newest `keep` and every multiple of `keep_every` out of the list, by a new
+    name: what is left to delete.
 
     Damaged ones are left where they are, for a person to look at; the newest whole one is always among the kept. A link
     is somebody's own arrangement.
     """
     whole = [found for found in list_checkpoints(run) if found.problem is None]
-    removed = []
+    retired = []
     for found in whole[: -max(1, keep)]:
-        if (keep_every and found.step % keep_every == 0) or found.path.is_symlink():
-            continue
-        # Without its marker it is no checkpoint: a kill half-way through the removal leaves nothing that looks whole.
-        (found.path / MARKER).unlink()
-        shutil.rmtree(found.path)
-        removed.append(found.path)
-    return removed
+        if not (keep_every and found.step % keep_every == 0) and not found.path.is_symlink():
+            retired.append(found.path.rename(found.path.with_suffix(".retired")))
+    return retired
+
+
+def prune(run: Path, keep: int, keep_every: int = 0) -> list[str]:
+    """`retire` and delete; the names of the checkpoints that are no more."""
+    retired = retire(run, keep, keep_every)
+    for path in retired:
+        shutil.rmtree(path)
+    return [path.stem for path in retired]
 
 
 def require_room(folder: Path, needed: int) -> None:
@@ -193,26 +215,19 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def write_file(path: Path, pieces: Iterable[Any]) -> Entry:
-    """Every file of a checkpoint is written here: in pieces (anything with bytes), each hashed in a thread while it is
-    written, and synced once at the end."""
-    sha, size = hashlib.sha256(), 0
-    with open(path, "wb") as f, ThreadPoolExecutor(1) as hashing:
+    """Every file of a checkpoint is written here: in pieces (of bytes), hashed on the way, synced at the end."""
+    checksum, size = xxhash.xxh3_128(), 0
+    with open(path, "wb") as f:
         for piece in pieces:
-            hashed = hashing.submit(sha.update, piece)
+            checksum.update(piece)
             written = f.write(piece)
             if written and hasattr(os, "posix_fadvise"):  # Linux: sends the piece on to the disk, without waiting
                 f.flush()
                 os.posix_fadvise(f.fileno(), size, written, os.POSIX_FADV_DONTNEED)
             size += written
-            hashed.result()
         f.flush()
         os.fsync(f.fileno())
-    return {"bytes": size, "sha256": sha.hexdigest()}
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    return {"bytes": size, "checksum": f"xxh3_128:{checksum.hexdigest()}"}
 
 
 def replace_synced(path: Path, text: str) -> None:

@@ -110,7 +110,7 @@ def test_a_json_file_too_large_for_one_of_ours_is_not_read(checkpoint: Path) -> 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "a/b", "a\\b", ""])
 def test_a_manifest_cannot_name_files_outside_its_folder(checkpoint: Path, name: str) -> None:
-    folder.seal(checkpoint, 1, {name: {"bytes": 1, "sha256": "0"}})
+    folder.seal(checkpoint, 1, {name: {"bytes": 1, "checksum": "xxh3_128:0"}})
     assert "no file of this folder" in str(folder.verify(checkpoint))
 
 
@@ -120,5 +120,5 @@ def test_pruning_follows_no_link_out_of_the_run(tmp_path: Path) -> None:
         write_weights(folder.step_dir(run, step), {"a": torch.ones(2)}, {"step": step})
     write_weights(elsewhere, {"a": torch.ones(2)}, {"step": 1})
     folder.step_dir(run, 1).symlink_to(elsewhere)
-    assert [path.name for path in folder.prune(run, keep=1)] == ["step-00000002"]
+    assert folder.prune(run, keep=1) == ["step-00000002"]
     assert folder.verify(elsewhere) is None

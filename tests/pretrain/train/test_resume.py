@@ -1,5 +1,6 @@
 """Resume equals no resume: bit for bit at the same layout, to rounding at another one."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -129,7 +130,7 @@ def test_newest_is_by_number_and_foreign_folders_are_left_alone(tmp_path: Path) 
         os.utime(folder.step_dir(tmp_path, step), (1e9 + age, 1e9 + age))
     assert folder.newest_whole(tmp_path) == folder.step_dir(tmp_path, 1100)
     removed = folder.prune(tmp_path, keep=2)
-    assert [path.name for path in removed] == ["step-00000800", "step-00000900"]
+    assert removed == ["step-00000800", "step-00000900"]
     assert folder.remove_leftovers(tmp_path) == []
     left = sorted(path.name for path in folder.checkpoints_dir(tmp_path).iterdir())
     assert left == ["notes", "step-00001000", "step-00001100", "step_1200.tmp", "step_handpicked"]
@@ -147,13 +148,34 @@ def test_prune_keeps_multiples_for_ever_and_the_newest_whole_one(tmp_path: Path)
     ]
 
 
+def test_a_removal_that_is_cut_short_is_no_checkpoint_and_is_finished_by_the_next_start(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        whole_checkpoint(tmp_path, step)
+    retired = folder.retire(tmp_path, keep=1)
+    assert [found.step for found in folder.list_checkpoints(tmp_path)] == [3]
+    (retired[0] / "manifest.json").unlink()
+    assert folder.remove_leftovers(tmp_path) == ["step-00000001.retired", "step-00000002.retired"]
+    assert [path.name for path in folder.checkpoints_dir(tmp_path).iterdir()] == ["step-00000003"]
+
+
+def test_a_checkpoint_of_format_2_is_verified_by_its_sha256(tmp_path: Path) -> None:
+    whole_checkpoint(tmp_path, 5)
+    path = folder.step_dir(tmp_path, 5)
+    entry = {"bytes": 100, "sha256": hashlib.sha256(bytes(100)).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps({"format": 2, "step": 5, "files": {"weights.bin": entry}}))
+    assert folder.verify(path) is None
+    (path / "weights.bin").write_bytes(bytes(99) + b"\1")
+    assert folder.verify(path) == "weights.bin does not match its checksum in manifest.json"
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
         (lambda p: (p / "COMPLETE").unlink(), "COMPLETE is missing"),
+        (lambda p: (p / "COMPLETE").unlink() or (p / "COMPLETE").mkdir(), "COMPLETE is missing"),
         (lambda p: (p / "weights.bin").unlink(), "weights.bin is missing"),
         (lambda p: (p / "weights.bin").write_bytes(b"x" * 9), "weights.bin has 9 bytes"),
-        (lambda p: (p / "weights.bin").write_bytes(b"\x01" + b"\0" * 99), "weights.bin does not match its SHA-256"),
+        (lambda p: (p / "weights.bin").write_bytes(b"\x01" + b"\0" * 99), "weights.bin does not match its checksum"),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is damaged"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda p: [f.unlink() for f in p.iterdir()], "manifest.json is missing"),
@@ -179,7 +201,7 @@ def test_a_run_with_only_damaged_checkpoints_is_not_begun_again(tmp_path: Path) 
 def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     whole_checkpoint(tmp_path, 5)
     path = folder.step_dir(tmp_path, 5)
-    entry = {"bytes": 1, "sha256": "0"}
+    entry = {"bytes": 1, "checksum": "xxh3_128:0"}
     (path / "manifest.json").write_text(json.dumps({"format": folder.FORMAT, "files": {"../../secret": entry}}))
     with pytest.raises(CheckpointError, match="no file of this folder"):
         folder.read_manifest(path)
