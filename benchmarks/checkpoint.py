@@ -4,14 +4,17 @@
     python benchmarks/checkpoint.py --dir /scratch --d-model 2048 --rounds 9
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py   each rank writes its half
 
-The real engine and the real Checkpointer. In each round, in turn:
+The real engine and the real Checkpointer. In each round, each after everything before it is on the disk, and each round
+begins with another one:
 
-    raw     as many bytes written to one file a rank and synced: the disk
+    raw     as many bytes written to one file a rank, in pieces of the same size, and synced: the disk
+    eager   the same, each piece sent on to the disk at once, as a checkpoint's are: the best that writing can be
     copy    as many bytes copied into memory that has been written before: the least that an asynchronous save can stall
     sync    a synchronous save: files, checksums, manifest, marker, all synced; the step waits for all of it
     async   an asynchronous save: what the step waits for, and how long until the checkpoint is whole
-    dcp     torch.distributed.checkpoint.save of the same state with its own writer: no checksum, no marker
-    load    verification of every byte, then reading into the engine; alone and as a share of reading the raw file
+    dcp     torch.distributed.checkpoint.save of the same state with its own writer: synced; no checksum, no marker
+    read    a file a rank of as many bytes read from the disk: the least that loading can take
+    load    verification of every byte of a checkpoint on the disk, then reading into the engine
 
 Ratios are within a round; the medians over rounds are printed, and a line of JSON.
 """
@@ -39,7 +42,7 @@ from pretrain.train import checkpoint_folder as folder
 from pretrain.train.checkpoint import Checkpointer, choose, read_state
 from pretrain.train.optimizer import build_optimizer
 
-PIECE = 16 << 20  # bytes of one write of the raw file
+PIECE = 16 << 20  # bytes of one write of a raw file, and of a checkpoint's
 
 
 def timed(work: Callable[[], Any], ranks: World) -> float:
@@ -53,11 +56,13 @@ def timed(work: Callable[[], Any], ranks: World) -> float:
     return time.perf_counter() - start
 
 
-def raw_write(path: Path, size: int) -> None:
+def raw_write(path: Path, size: int, *, eager: bool = False) -> None:
     data = memoryview(os.urandom(PIECE))
     with open(path, "wb", buffering=0) as f:
         for begin in range(0, size, PIECE):
-            f.write(data[: min(PIECE, size - begin)])
+            written = f.write(data[: min(PIECE, size - begin)])
+            if eager:
+                os.posix_fadvise(f.fileno(), begin, written, os.POSIX_FADV_DONTNEED)
         os.fsync(f.fileno())
 
 
@@ -66,6 +71,14 @@ def raw_read(path: Path) -> None:
     with open(path, "rb", buffering=0) as f:
         while f.readinto(buffer):
             pass
+
+
+def forget(folder: Path) -> None:
+    """Take a folder's files, which are on the disk, out of memory, so that reading them is reading the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as f:
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(args: argparse.Namespace, ranks: World, where: Path) -> dict[str, Any]:
@@ -84,17 +97,25 @@ def measure(args: argparse.Namespace, ranks: World, where: Path) -> dict[str, An
     engine = build_engine(cfg, cfg.layout(ranks.size), ranks, lambda model: build_optimizer(model, cfg.optimizer))
     local = [t.to_local() if isinstance(t, DTensor) else t for t in engine.state().values()]
     size = sum(t.numel() * t.element_size() for t in local)
-    stalls: list[float] = []
+    whole_at: list[float] = []
     checkpointer = Checkpointer(
-        where, ranks, keep=1, keep_every=0, event=lambda *a, **details: stalls.append(details["stall_seconds"])
+        where, ranks, keep=1, keep_every=0, event=lambda *a, **details: whole_at.append(time.perf_counter())
     )
     folder.checkpoints_dir(where).mkdir(parents=True, exist_ok=True)
     copies = [torch.zeros_like(t, device="cpu") for t in local]
-    plain, file = where / "plain", where / f"raw-{ranks.rank}"
+    written, kept = where / f"raw-{ranks.rank}", where / f"kept-{ranks.rank}"
     steps = iter(range(1, 10**6))
+    seconds: dict[str, float] = {}
 
     def save(background: bool) -> None:
         checkpointer.save(next(steps), engine.state(), {"step": 0}, background=background)
+
+    def save_in_background() -> None:
+        start = time.perf_counter()
+        seconds["stall"] = timed(lambda: save(True), ranks)
+        checkpointer.wait()
+        if ranks.first:
+            seconds["async"] = whole_at[-1] - start
 
     def load() -> None:
         newest = choose(where, ranks, print)
@@ -103,29 +124,43 @@ def measure(args: argparse.Namespace, ranks: World, where: Path) -> dict[str, An
         read_state(newest, state)
         engine.load(state)
 
+    def settle() -> None:
+        checkpointer.wait()
+        if ranks.first:
+            for file in where.glob("raw-*"):
+                file.unlink()
+            shutil.rmtree(where / "plain", ignore_errors=True)
+            os.sync()
+            forget(where)
+
+    sides: dict[str, Callable[[], Any]] = {
+        "raw": lambda: raw_write(written, size),
+        "eager": lambda: raw_write(written, size, eager=True),
+        "sync": lambda: save(False),
+        "dcp": lambda: dcp.save(engine.state(), checkpoint_id=where / "plain"),
+        "copy": lambda: [c.copy_(t) for c, t in zip(copies, local, strict=True)],
+        "background": save_in_background,
+        "read": lambda: raw_read(kept),
+        "load": load,
+    }
+    raw_write(kept, size)
     rounds: list[dict[str, float]] = []
     for number in range(args.rounds + 1):
-        seconds = {"raw": timed(lambda: raw_write(file, size), ranks)}
-        seconds["read"] = timed(lambda: raw_read(file), ranks)
-        seconds["copy"] = timed(lambda: [c.copy_(t) for c, t in zip(copies, local, strict=True)], ranks)
-        seconds["sync"] = timed(lambda: save(False), ranks)
-        start = time.perf_counter()
-        seconds["stall"] = timed(lambda: save(True), ranks)
-        checkpointer.wait()
-        seconds["async"] = time.perf_counter() - start
-        seconds["dcp"] = timed(lambda: dcp.save(engine.state(), checkpoint_id=plain), ranks)
-        seconds["load"] = timed(load, ranks)
-        if ranks.first:
-            shutil.rmtree(plain)
-        file.unlink()
+        names = list(sides)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            timed(settle, ranks)
+            seconds[name] = timed(sides[name], ranks)
         if number:  # the first round warms up
-            rounds.append(seconds)
+            rounds.append(dict(seconds))
+    if not ranks.first:
+        return {}
     total = sum(p.numel() for p in engine.model.parameters()) * 12
     median = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     ratio = {
         f"{a}/{b}": statistics.median(r[a] / r[b] for r in rounds)
         for a, b in (
             ("raw", "sync"),
+            ("eager", "sync"),
             ("raw", "async"),
             ("dcp", "sync"),
             ("stall", "copy"),
@@ -157,17 +192,20 @@ def main() -> None:
             print(f"{mb:,.0f} MB on {ranks.size} ranks, medians of {args.rounds} rounds")
             for name, text in (
                 ("raw", "a raw write of as many bytes"),
+                ("eager", "the same, each piece sent on at once"),
                 ("sync", "a synchronous save"),
                 ("async", "an asynchronous save until it is whole"),
                 ("dcp", "plain torch.distributed.checkpoint"),
-                ("load", "verify every byte and load"),
-                ("read", "read the raw file again"),
+                ("load", "verify every byte on the disk and load"),
+                ("read", "read a raw file from the disk"),
             ):
                 print(f"{name:6} {s[name]:7.3f} s {mb / s[name]:8,.0f} MB/s   {text}")
             print(f"{'stall':6} {s['stall']:7.3f} s   a step's wait when asynchronous; a bare copy {s['copy']:.3f} s")
             print(
-                f"sync over raw {r['raw/sync']:.2f}, over dcp {r['dcp/sync']:.2f}; async over raw {r['raw/async']:.2f}"
+                f"sync over raw {r['raw/sync']:.2f}, over eager {r['eager/sync']:.2f}, over dcp {r['dcp/sync']:.2f}; "
+                f"async over raw {r['raw/async']:.2f}"
             )
+            print(f"load over reading {r['load/read']:.2f}")
             print(f"stall over a bare copy {r['stall/copy']:.2f}, over a synchronous save {r['stall/sync']:.3f}")
             print(json.dumps(found))
 
