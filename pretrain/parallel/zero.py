@@ -196,8 +196,11 @@ class ZeroEngine:
             yield Held(f"masters of group {number}", flat)
             for key in moments(self.base):
                 yield Held(f"{key} of group {number}", self.base.state[flat][key])
-        for name, param in self._names.items() if self.stage < 3 else ():
-            yield Held(f"model.{name}", param.data, (None,))
+        # Stage 3 keeps small parameters gathered between steps; of the others nobody has a copy.
+        whole = set(self._names.values() if self.stage < 3 else self.engine.optimizer.persistent_parameters)
+        for name, param in self._names.items():
+            if param in whole:
+                yield Held(f"model.{name}", param.data, (None,))
 
     def load(self, state: State) -> None:
         if self.stage == 3:  # small parameters stay gathered between steps, and would keep what they were

@@ -22,7 +22,7 @@ from tests.pretrain.train.attempts import ENGINES, attempt, final_state, scaled_
 CHECKED = {"anomalies__verify_every": 2, "anomalies__replay_every": 4, "run__deterministic": True}
 SHORT = {"train__steps": 5, "checkpoint__every": 1, "eval__every": 0, "checkpoint__async": False}
 LAYOUTS = ENGINES | {"hsdp": {"parallel__dp_replicate": 2}, "tp": {"parallel__tp": 2}}
-COPIED = ("hsdp", "tp", "zero1", "zero2")
+COPIED = ("hsdp", "tp", "zero1", "zero2", "zero3")
 OTHERS = ("fsdp", "zero2", "zero3")
 
 
