@@ -138,7 +138,8 @@ def shard_model(model: Llama, cfg: Config, meshes: Meshes, device: torch.device)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
+        if meshes.shard.size() > 1:  # a lone rank's gradients would be copied to be divided by 1
+            module.set_gradient_divide_factor(1.0)
     if cfg.parallel.prefetch:
         gather_ahead([m for m in modules if m not in (model, model.norm)], cfg.parallel.prefetch)
 
