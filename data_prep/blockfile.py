@@ -11,7 +11,8 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -153,57 +154,54 @@ class BlockFile:
     def check(self, first: np.ndarray, last: np.ndarray) -> None:
         """Proves the blocks under the byte ranges [first[i], last[i]] of the payload, each block once in the
         file's life in this process. A block that fails, now or before, raises DataError."""
-        if not self._unproven:
-            return
-        low, high = first // self.block_bytes, last // self.block_bytes
-        if self.proven[low].all() and self.proven[high].all() and (high - low < 2).all():
-            return
-        for begin, end in zip(low.tolist(), high.tolist(), strict=True):
-            for block in range(begin, end + 1):
-                if not self.proven[block]:
-                    self._check_block(block)
+        if self._unproven:
+            low = first // self.block_bytes
+            counts = last // self.block_bytes - low + 1
+            ends = counts.cumsum()
+            self._prove(np.arange(ends[-1] if len(ends) else 0) + (low - ends + counts).repeat(counts))
 
     def check_at(self, at: np.ndarray) -> None:
         """The same for single bytes."""
-        if not self._unproven:
-            return
-        blocks = at // self.block_bytes
-        if not self.proven[blocks].all():
-            for block in np.unique(blocks[~self.proven[blocks]]).tolist():
-                self._check_block(block)
+        if self._unproven:
+            self._prove(at // self.block_bytes)
 
     def verify(self) -> None:
         """Every block's CRC, the table's own, and the payload's SHA-256."""
         sha = hashlib.sha256()
         self._table()
         self._bad.clear()
-        for block in range(self.blocks):
-            sha.update(self._check_block(block))
+        for data in self._proven_blocks(range(self.blocks)):
+            sha.update(data)
         if sha.hexdigest() != self.sha256:
             raise DataError(f"{self.path}: its payload does not have the SHA-256 that its header states")
 
-    def _check_block(self, block: int) -> bytes:
-        start = block * self.block_bytes
-        size = min(self.block_bytes, self.payload_bytes - start)
-        data = b""
-        if block not in self._bad:
-            # Read, not mapped: one request to the disk, and a failing disk is an error rather than a SIGBUS.
-            try:
-                with self.path.open("rb", buffering=0) as file:
+    def _prove(self, blocks: np.ndarray) -> None:
+        unproven = blocks[~self.proven[blocks]]
+        if len(unproven):
+            deque(self._proven_blocks(np.unique(unproven).tolist()), maxlen=0)
+
+    def _proven_blocks(self, blocks: Iterable[int]) -> Iterator[bytes]:
+        """Read, not mapped: one request to the disk, and a failing disk is an error rather than a SIGBUS."""
+        crcs = self._table()
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                for block in blocks:
+                    start = block * self.block_bytes
+                    size = min(self.block_bytes, self.payload_bytes - start)
                     data = os.pread(file.fileno(), size, HEADER_BYTES + start)
-            except OSError as error:
-                raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-        if len(data) != size or zlib.crc32(data) != int(self._table()[block]):
-            self._bad.add(block)
-            begin = HEADER_BYTES + start
-            raise DataError(
-                f"{self.path}: bytes {begin} to {begin + size - 1} (block {block} of {self.blocks}) fail their "
-                "checksum; the file was damaged after it was written: copy or build it again"
-            )
-        if not self.proven[block]:
-            self.proven[block] = True
-            self._unproven -= 1
-        return data
+                    if block in self._bad or len(data) != size or zlib.crc32(data) != crcs[block]:
+                        self._bad.add(block)
+                        begin = HEADER_BYTES + start
+                        raise DataError(
+                            f"{self.path}: bytes {begin} to {begin + size - 1} (block {block} of {self.blocks}) fail "
+                            "their checksum; the file was damaged after it was written: copy or build it again"
+                        )
+                    if not self.proven[block]:
+                        self.proven[block] = True
+                        self._unproven -= 1
+                    yield data
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from error
 
     def _table(self) -> np.ndarray:
         if self._crcs is None:

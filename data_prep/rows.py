@@ -10,7 +10,7 @@ import itertools
 import resource
 from collections import OrderedDict
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -33,6 +33,15 @@ class RowBatch(NamedTuple):
     positions: np.ndarray  # int32 [B, T], from 0 in each piece
     documents: np.ndarray  # int32 [B, T], from 0 in each row; padding is -1
     starts: np.ndarray  # int32 [B, max_documents_per_row]: where each piece, or padding, begins; then T
+
+    @classmethod
+    def empty(cls, rows: int, length: int, documents: int) -> Self:
+        """To be filled, `starts` but for what is T. In one piece of memory, which the allocator keeps for the next:
+        of several it returns some, and new pages take as long to get as to fill."""
+        ids, others = np.split(np.empty(6 * rows * length, np.int32), [4 * rows * length])
+        shape = (2, rows, length)
+        starts = np.full((rows, documents), length, np.int32)
+        return cls._make((*ids.view(np.int64).reshape(shape), *others.reshape(shape), starts))
 
 
 class RowPiece(NamedTuple):
@@ -115,35 +124,35 @@ class Rows:
     def read(self, indices: np.ndarray) -> RowBatch:
         """The rows, in the order asked for. A damaged or missing shard raises DataError."""
         indices = self._in_range(indices)
-        shape = batch, length = len(indices), self.seq_len
+        length = self.seq_len
         pieces = self._pieces(indices)
         tokens, lasts = self._proven_tokens(pieces)
         counts, shard, start, size, closes = self._pad(pieces)
         end = size.cumsum()  # of each piece in the flattened rows
         begin, padding = end - size, shard == _PADDING
-        # A copy of each piece, not one gather: half the time, since no index of every position is made.
-        inputs, labels = np.empty((2, batch * length), np.int64)
+        # A copy of each piece is half as dear as one gather, which needs an index for every position; and tokens as
+        # they are stored stay in the cache until both have been made of them.
         spans = zip(shard.tolist(), start.tolist(), (start + size).tolist(), strict=True)
-        np.concatenate([self._filler[:0], *(tokens[number][first:stop] for number, first, stop in spans)], out=inputs)
-        labels[:-1] = inputs[1:]
+        stored = np.concatenate([self._filler[:0], *(tokens[number][first:stop] for number, first, stop in spans)])
+        rows = RowBatch.empty(len(indices), length, self.max_documents_per_row)
+        inputs, labels = rows.inputs.reshape(-1), rows.labels.reshape(-1)
+        inputs[:], labels[:-1] = stored, stored[1:]
         labels[end[~padding] - 1] = lasts
         self._close_documents(labels, end[closes] - 1, shard[closes], (start + size)[closes])
         filled = _ranges(begin[padding], size[padding])
         labels[filled] = IGNORE
-        if not self.mask_documents:
-            positions = np.tile(np.arange(length, dtype=np.int32), (batch, 1))
-            documents, starts = np.zeros(shape, np.int32), np.zeros((batch, 1), np.int32)
-        else:
+        if self.mask_documents:
             begin %= length
             number = _ranges(np.zeros_like(counts), counts)
-            starts = np.full((batch, self.max_documents_per_row), length, np.int32)
-            starts[np.arange(batch).repeat(counts), number] = begin
+            rows.starts[np.arange(len(indices)).repeat(counts), number] = begin
             number[padding] = -1
-            documents = number.astype(np.int32).repeat(size).reshape(shape)
-            positions = begin.astype(np.int32).repeat(size).reshape(shape)
-            np.subtract(np.arange(length, dtype=np.int32), positions, out=positions)
-            positions.reshape(-1)[filled] = 0
-        return RowBatch(inputs.reshape(shape), labels.reshape(shape), positions, documents, starts)
+            rows.documents.reshape(-1)[:] = number.astype(np.int32).repeat(size)
+            begins = begin.astype(np.int32).repeat(size).reshape(-1, length)
+            np.subtract(np.arange(length, dtype=np.int32), begins, out=rows.positions)
+            rows.positions.reshape(-1)[filled] = 0
+        else:
+            rows.positions[:], rows.documents[:], rows.starts[:] = np.arange(length), 0, 0
+        return rows
 
     def pieces(self, row: int) -> list[RowPiece]:
         """Where a row's tokens come from, in order."""

@@ -6,6 +6,7 @@ The state is one integer, the rows consumed; ranks never talk to each other.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple, Self
@@ -21,9 +22,9 @@ from pretrain.data.prefetch import Prefetcher
 from pretrain.data.reader import BadRow, Events, Reader, history
 from pretrain.errors import ConfigError
 
-_AHEAD = 512  # positions whose place in the stream is worked out in one go
+_AHEAD = 2048  # positions whose place in the stream is worked out in one go
 # Read in one go, in rows and in positions: enough to hide numpy's cost per call, and still in the cache.
-_STRETCH_ROWS, _STRETCH_POSITIONS = 64, 1 << 17
+_STRETCH_ROWS, _STRETCH_POSITIONS = 128, 1 << 18
 CPU = torch.device("cpu")
 
 
@@ -184,18 +185,19 @@ class Loader:
             mine = at[begin : begin + stride]
             arrays, failed = self._reader.read(plan.source[mine], plan.row[mine], plan.stream_row[mine])
             bad += failed
-            for row in range(0, len(mine), self._micro):
-                micro_batch = RowBatch(*(array[row : row + self._micro] for array in arrays))
-                batches.append(_to_tensors(micro_batch, self._device))
-        made = []
+            batches += _to_batches(arrays, self._micro, self._device)
+        ends = np.arange(1, steps + 1) * rows
+        epochs = self.order.epochs(position + ends).max(1).tolist()
+        last = plan.stream_row[ends - 1].tolist()
+        its_bad: list[list[BadRow]] = [[] for _ in range(steps)]
+        for one in bad:
+            its_bad[bisect_left(last, one.stream_row)].append(one)
         per_step = len(batches) // steps
-        for number in range(steps):
-            last = plan.stream_row[(number + 1) * rows - 1]
-            epoch = float(self.order.epochs(position + (number + 1) * rows).max())
-            its_batches = batches[number * per_step : (number + 1) * per_step]
-            its_bad = [one for one in bad if plan.stream_row[number * rows] <= one.stream_row <= last]
-            made.append(_Made(Step(its_batches, targets[number], tokens[number], epoch), its_bad))
-        return made
+        its_batches = [batches[first : first + per_step] for first in range(0, len(batches), per_step)]
+        return [
+            _Made(Step(*of_step), failed)
+            for *of_step, failed in zip(its_batches, targets, tokens, epochs, its_bad, strict=True)
+        ]
 
     def _planned(self, position: int, rows: int) -> StreamRows:
         """A slice of the order, worked out in stretches: numpy's cost per call is that of a hundred rows."""
@@ -244,7 +246,7 @@ class Validation:
             )
             for one in bad if self._events else []:
                 self._events("bad_shard", **one._asdict())  # type: ignore[misc]
-            batch = _to_tensors(self._filled(arrays), self._device)
+            (batch,) = _to_batches(self._filled(arrays), self._micro, self._device)
             yield batch if self._device.type == "cpu" else batch.to(self._device)
 
     def _filled(self, arrays: RowBatch) -> RowBatch:
@@ -267,13 +269,18 @@ def validation_batches(
     return Validation(cfg, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_world=dp_world, device=device)
 
 
-def _to_tensors(arrays: RowBatch, device: torch.device) -> Batch:
+def _to_batches(arrays: RowBatch, micro: int, device: torch.device) -> list[Batch]:
+    """The rows in micro-batches of `micro`; their tensors share memory, so that numpy and torch are called once."""
     rows, length = arrays.inputs.shape
-    begins = (arrays.starts + np.arange(rows, dtype=np.int32)[:, None] * np.int32(length))[arrays.starts < length]
-    cu_seqlens = np.full(arrays.starts.size + 1, rows * length, np.int32)
-    cu_seqlens[: len(begins)] = begins
-    tensors = [torch.from_numpy(array) for array in (*arrays[:4], cu_seqlens)]
+    inside = arrays.starts < length
+    first = np.arange(rows, dtype=np.int32) % micro * length
+    cu_seqlens = np.full((rows // micro, micro * arrays.starts.shape[1] + 1), micro * length, np.int32)
+    used = np.arange(cu_seqlens.shape[1]) < inside.reshape(len(cu_seqlens), -1).sum(1)[:, None]
+    cu_seqlens[used] = (arrays.starts + first[:, None])[inside]
+    tensors = [
+        *(torch.from_numpy(array).unflatten(0, (-1, micro)) for array in arrays[:4]),
+        torch.from_numpy(cu_seqlens),
+    ]
     if device.type == "cuda":  # from pinned memory the copy to the device runs beside the computation
         tensors = [tensor.pin_memory() for tensor in tensors]
-    inputs, labels, positions, documents, boundaries = tensors
-    return Batch(inputs, labels, positions, documents, boundaries, length)
+    return [Batch._make((*parts, length)) for parts in zip(*map(torch.unbind, tensors), strict=True)]

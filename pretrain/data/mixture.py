@@ -46,10 +46,11 @@ class Mixture:
         source = self._source[place]
         return source, turn * self.per_period[source] + self._nth[place]
 
-    def counts(self, places: int) -> np.ndarray:
-        """int64 [sources]: rows of each source in the first `places` places."""
-        turns, rest = divmod(places, self.period)
-        return turns * self.per_period + np.bincount(self._source[:rest], minlength=len(self.per_period))
+    def counts(self, places: np.ndarray | int) -> np.ndarray:
+        """int64 [..., sources]: rows of each source in the first `places` places."""
+        turns, rest = np.divmod(places, self.period)
+        within = np.stack([np.searchsorted(its_places, rest) for its_places in self._places], axis=-1)
+        return turns[..., None] * self.per_period + within
 
     def places(self, source: int, nth: np.ndarray) -> np.ndarray:
         """The inverse of `at`: where the source's rows number `nth` stand."""

@@ -86,11 +86,15 @@ class Order:
             row[here] = permute(row[here], int(self.sizes[number]), self._keys(number, epoch[here]))
         return StreamRows(stream_row, source, epoch, row)
 
-    def epochs(self, position: int) -> np.ndarray:
-        """float [sources]: how often each source was gone through in the positions before this one."""
-        end = int(self.stream_rows(np.array([position - 1]))[0]) + 1 if position else 0
-        stage = self._stages[int(np.searchsorted(self._stage_starts, end, "right")) - 1]
-        drawn = stage.drawn + stage.mixture.counts(end - stage.first)
+    def epochs(self, positions: np.ndarray | int) -> np.ndarray:
+        """float [..., sources]: how often each source was gone through in the positions before each of these."""
+        positions = np.asarray(positions)
+        end = np.where(positions > 0, self.stream_rows(positions - 1) + 1, 0)
+        stages = np.searchsorted(self._stage_starts, end, "right") - 1
+        drawn = np.empty((*end.shape, len(self.sizes)))
+        for number in np.unique(stages).tolist():
+            stage, here = self._stages[number], stages == number
+            drawn[here] = stage.drawn + stage.mixture.counts(end[here] - stage.first)
         return drawn / np.maximum(self.sizes, 1)
 
     def stream_rows(self, positions: np.ndarray) -> np.ndarray:

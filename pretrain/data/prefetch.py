@@ -46,7 +46,8 @@ class Prefetcher(Generic[T]):
             if self._closed:
                 raise RuntimeError("the loader was closed while a step was awaited")
             _, made, error = self._ready.popleft()
-            self._changed.notify_all()
+            if len(self._ready) < self._depth:  # else the thread would wake up for nothing
+                self._changed.notify_all()
         if error is not None:
             raise error
         return made  # type: ignore[return-value]

@@ -79,14 +79,7 @@ class Reader:
         if len(source) and (source == source[0]).all():
             batch, bad = self._read(int(source[0]), row, stream_row)
             return self._widened(batch), bad
-        shape = (len(row), self.seq_len)
-        out = RowBatch(
-            np.empty(shape, np.int64),
-            np.empty(shape, np.int64),
-            np.empty(shape, np.int32),
-            np.empty(shape, np.int32),
-            np.empty((len(row), self.max_documents_per_row), np.int32),
-        )
+        out = RowBatch.empty(len(row), self.seq_len, self.max_documents_per_row)
         bad = []
         for number in np.unique(source).tolist():
             here = np.flatnonzero(source == number)
