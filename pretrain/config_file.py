@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from pretrain.config import Config, inactive_keys
 from pretrain.errors import ConfigError
+from pretrain.untrusted import read_toml
 
 # What other frameworks call our keys.
 _OTHER_NAMES = {
@@ -38,13 +39,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a TOML file with overrides; ConfigError names the key, its value, the nearest key and the mend."""
     path = Path(path)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file{_nearest_file(path)}") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: cannot be read as a config file: {e}") from None
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not valid TOML: {e} (text needs quotes; flags are true or false)") from None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path}: cannot be read as a config file: {e}") from None
     for override in overrides:
         _apply(raw, override)
     try:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lower numbers may not import higher ones; rooms on one floor may not import each other.
 FLOORS = {
     "pretrain.errors": 0,
+    "pretrain.untrusted": 0,
     "pretrain.presets": 0,
     "pretrain.config_tables": 1,
     "pretrain.config_deepspeed": 1,

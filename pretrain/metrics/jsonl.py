@@ -10,6 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pretrain.untrusted import parse_json
+
+_LONGEST_LINE = 1 << 24  # characters
+
 
 def encode(record: dict[str, Any]) -> str:
     """One line of strict JSON: NaN and infinities, which JSON has no word for, become null."""
@@ -38,15 +42,16 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Every whole record of a file, in order; a line cut short by a crash is passed over."""
+    """Every whole record of a file, in order; a line cut short by a crash, or none of ours, is passed over."""
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
+    with open(path, encoding="utf-8", errors="replace") as f:
+        while line := f.readline(_LONGEST_LINE):
+            try:
+                record = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                records.append(record)
     return records
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 from pretrain.config import AnomaliesConfig
+from pretrain.errors import CheckpointError
 
 _TO_DEVIATIONS = 1.4826  # median absolute deviations of a normal distribution in one standard deviation
 _NOISE = 1e-3  # of the median: the least that counts as a deviation, where a window hardly varies
@@ -50,14 +51,26 @@ class Anomalies:
 
     def load(self, state: dict[str, Any]) -> None:
         """What `state` gave; a longer window is filled by the steps to come."""
-        self.spent, self.left_out = int(state.get("spent", 0)), list(state.get("left_out", ()))
-        self._losses = deque(state.get("losses", ()), self._cfg.window)
-        self._norms = deque(state.get("norms", ()), self._cfg.window)
+        self.left_out = left_out({"anomalies": state})
+        try:
+            self.spent = int(state.get("spent", 0))
+            self._losses, self._norms = (
+                deque(map(float, state.get(key, ())), self._cfg.window) for key in ("losses", "norms")
+            )
+        except (TypeError, ValueError, OverflowError) as e:
+            raise CheckpointError(f"train.json of the checkpoint: no history of anomalies ({e})") from None
 
 
 def left_out(meta: dict[str, Any]) -> list[list[int]]:
     """The stream rows that rollbacks had left out when a checkpoint was taken; `meta` is its train.json."""
-    return list(meta.get("anomalies", {}).get("left_out", ()))
+    pairs = meta.get("anomalies", {}).get("left_out", [])
+    try:
+        checked = [[first, last] for first, last in pairs if type(first) is type(last) is int and 0 <= first <= last]
+    except (TypeError, ValueError):
+        checked = None
+    if checked != pairs:
+        raise CheckpointError(f"train.json of the checkpoint: left_out={str(pairs)[:80]} are no rows")
+    return pairs
 
 
 def robust_z(value: float, window: "deque[float]") -> tuple[float, float]:

@@ -37,6 +37,7 @@ from pretrain.train import checkpoint_folder as folder
 from pretrain.train.tensor_files import Reader, Writer
 
 Event = Callable[..., None]
+_LARGEST_RNG = 1 << 20  # bytes
 
 
 class Checkpointer:
@@ -288,8 +289,11 @@ def _rng_state() -> dict[str, Tensor]:
 def restore_rng(path: Path, rank: int) -> bool:
     """Give this rank its random state back; False where the checkpoint was written by fewer ranks."""
     file = path / _rng_file(rank)
-    if file.name not in folder.read_manifest(path):
+    entry = folder.read_manifest(path).get(file.name)
+    if entry is None:
         return False
+    if entry["bytes"] > _LARGEST_RNG:
+        raise CheckpointError(f"{file}: not a random state, which has {_LARGEST_RNG:,} bytes at most")
     try:
         state = load_file(file)
         torch.set_rng_state(state["torch"])

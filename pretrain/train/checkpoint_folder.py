@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from pretrain import untrusted
 from pretrain.errors import CheckpointError
 
 MANIFEST, MARKER, META = "manifest.json", "COMPLETE", "train.json"
@@ -26,7 +27,8 @@ _FILE = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
 FORMAT = 3
 # Against damage: a forger writes the manifest too. XXH3 costs a twentieth of SHA-256, which format 2 had.
 _CHECKSUMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-_LARGEST_JSON = 1 << 29  # bytes; the index of 1,000 tensors on 4,000 ranks is near it
+_META_KINDS: dict[str, type] = dict.fromkeys(("step", "rows_consumed", "tokens", "targets"), int)
+_META_KINDS |= {"config": dict, "anomalies": dict, "data_fingerprint": str}
 Entry = dict[str, Any]
 """What the manifest says of a file: bytes, checksum (`xxh3_128:HEX`)."""
 
@@ -100,7 +102,7 @@ def verify(path: Path) -> str | None:
 def read_manifest(path: Path) -> dict[str, Entry]:
     """File name -> {bytes, checksum}; CheckpointError when it is absent, damaged or names files outside its folder."""
     try:
-        manifest = read_json(path / MANIFEST)
+        manifest = untrusted.read_json(path / MANIFEST)
         number, files = manifest["format"], manifest["files"].items()
         if number not in (2, FORMAT):
             raise CheckpointError(f"{MANIFEST} has format {number!r}; this program reads 2 and {FORMAT}")
@@ -120,28 +122,25 @@ def read_manifest(path: Path) -> dict[str, Entry]:
     return checked
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """train.json of a checkpoint: step, rows consumed, the config, the data's fingerprint, versions."""
+def read_meta(path: Path, *, resumable: bool = False) -> dict[str, Any]:
+    """train.json of a checkpoint: step, rows consumed, the config, the data's fingerprint, versions; with `resumable`,
+    all of it that a run needs to go on."""
     try:
-        meta = read_json(path / META)
+        meta = untrusted.read_json(path / META)
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path / META} cannot be read ({type(e).__name__}: {e})") from None
-    if not isinstance(meta, dict) or not isinstance(meta.get("step"), int):
-        raise CheckpointError(f"{path / META} is no JSON object with a step")
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{path / META} is no JSON object")
+    for key, kind in _META_KINDS.items():
+        needed = key == "step" or (resumable and key != "anomalies")
+        if key not in meta and not needed:
+            continue
+        value: Any = meta.get(key)
+        fits: bool = type(value) is kind
+        if not fits or (kind is int and not 0 <= value < 1 << 62):
+            what = "a count" if kind is int else f"a {kind.__name__}"
+            raise CheckpointError(f"{path / META} has {key}={str(value)[:80]} where {what} belongs")
     return meta
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file that strangers may have made; ValueError where it is none, or larger than one of ours could be."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no regular file")
-    if status.st_size > _LARGEST_JSON:
-        raise ValueError(f"it has {status.st_size:,} bytes, and {_LARGEST_JSON:,} are allowed")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def partial_dir(run: Path, step: int) -> Path:
@@ -175,10 +174,10 @@ def remove_leftovers(run: Path) -> list[str]:
     names = sorted(p.name for p in folder.iterdir() if _LEFTOVER.fullmatch(p.name)) if folder.is_dir() else []
     for name in names:
         old = folder / name
-        if name.endswith(".old") and not old.with_suffix("").exists():
+        if name.endswith(".old") and old.is_dir() and not old.with_suffix("").exists():
             old.rename(old.with_suffix(""))  # killed between the two renames: it is still the best of this step
         else:
-            shutil.rmtree(old)
+            _delete(old)
     return names
 
 
@@ -203,6 +202,14 @@ def prune(run: Path, keep: int, keep_every: int = 0) -> list[str]:
     for path in retired:
         shutil.rmtree(path)
     return [path.stem for path in retired]
+
+
+def _delete(path: Path) -> None:
+    """Where a link leads, nothing is deleted."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def require_room(folder: Path, needed: int) -> None:

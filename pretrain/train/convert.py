@@ -22,14 +22,25 @@ from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.tokenizer_json import token_text, tokenizer_json
 from pretrain.config import ModelConfig
 from pretrain.errors import ConfigError
-from pretrain.model.hf import end_ids, from_hf, from_hf_config, hf_name, special_ids, to_hf, to_hf_config
+from pretrain.model.hf import from_hf, from_hf_config, hf_name, special_ids, to_hf, to_hf_config
 from pretrain.train import checkpoint_folder as folder
 from pretrain.train.checkpoint import write_weights
-from pretrain.train.stored_model import SPECIAL_IDS, TOKENIZER, StoredModel, read_weights, weight_shapes
+from pretrain.train.stored_model import (
+    SPECIAL_IDS,
+    TOKENIZER,
+    StoredModel,
+    read_special_ids,
+    read_weights,
+    refuse_beyond,
+    weight_shapes,
+)
+from pretrain.untrusted import read_json
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Stored = dict[str, tuple[Path, tuple[int, ...]]]
+"""Tensor name -> the file that has it, its shape."""
 # Tables that old exports stored and that are computed here.
 _NO_WEIGHT = ("rotary_emb.inv_freq", "attention.masked_bias", "attention.bias")
 
@@ -128,9 +139,13 @@ def import_model(source: Path, out: Path, say: Callable[[str], None] = lambda te
     """Make `out` a checkpoint (weights in fp32, step 0, tokenizer) of a Hugging Face folder with safetensors."""
     raw = _read_json(source / "config.json")
     model = from_hf_config(raw, str(source / "config.json"))
+    stored = _stored_tensors(source)
+    num_bytes = sum(path.stat().st_size for path in {path for path, _ in stored.values()})
+    # What is less absurd is refused below, with the names that are missing.
+    refuse_beyond(model, num_bytes, source / "config.json", per_byte=100)
     shapes = weight_shapes(model)
     with whole_folder(out, sum(4 * shape.numel() for shape in shapes.values())) as aside:
-        weights = _read_folder(source, model, shapes)
+        weights = _read_folder(source, stored, model, shapes)
         aside.rmdir()  # write_weights makes it
         meta: dict[str, Any] = {
             "step": 0,
@@ -174,17 +189,22 @@ def whole_folder(out: Path, num_bytes: int) -> Iterator[Path]:
     folder.sync_folder(out.parent)
 
 
-def _read_folder(source: Path, model: ModelConfig, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """All weights of a folder, in fp32, by our names; every name and shape is checked before any is read."""
-    files = _weight_files(source)
-    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
-    for path in files:
+def _stored_tensors(source: Path) -> Stored:
+    stored: Stored = {}
+    for path in _weight_files(source):
         try:
             with safe_open(path, "pt") as f:
                 for name in f.keys():  # noqa: SIM118 (it has no iterator)
+                    if name in stored:
+                        raise ConfigError(f"{path}: {name} is in {stored[name][0].name} as well")
                     stored[name] = (path, tuple(f.get_slice(name).get_shape()))
         except (SafetensorError, OSError) as e:
             raise ConfigError(f"{path}: cannot be read as safetensors: {e}") from None
+    return stored
+
+
+def _read_folder(source: Path, stored: Stored, model: ModelConfig, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """All weights of a folder, in fp32, by our names; every name and shape is checked before any is read."""
     wanted = {hf_name(name): name for name in shapes}
     missing = [name for name in wanted if name not in stored]
     extra = [name for name in stored if name not in wanted and not name.endswith(_NO_WEIGHT)]
@@ -212,7 +232,11 @@ def _read_folder(source: Path, model: ModelConfig, shapes: dict[str, torch.Size]
 
 def _weight_files(source: Path) -> list[Path]:
     if (source / _INDEX).is_file():
-        names = sorted(set(_read_json(source / _INDEX).get("weight_map", {}).values()))
+        mapped = _read_json(source / _INDEX).get("weight_map")
+        names = sorted({str(name) for name in mapped.values()}) if isinstance(mapped, dict) else []
+        strange = [name for name in names if Path(name).name != name]
+        if strange:
+            raise ConfigError(f"{source / _INDEX}: {strange[0]!r} is no file of this folder")
         gone = [name for name in names if not (source / name).is_file()]
         if gone or not names:
             raise ConfigError(f"{source / _INDEX}: {len(gone)} of its {len(names)} files are missing{_first(gone)}")
@@ -237,7 +261,7 @@ def _read_special_ids(source: Path, config: dict[str, Any]) -> dict[str, Any]:
     generation = _read_json(path) if path.is_file() else {}
     defaults = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     found = {key: generation.get(key, config.get(key, default)) for key, default in defaults.items()}
-    return special_ids(found["bos_token_id"], end_ids(found["eos_token_id"]), found["pad_token_id"])
+    return special_ids(*read_special_ids(found, path if generation else source / "config.json"))
 
 
 def _exported_bytes(name: str, shape: torch.Size, rows: int, dtype: str) -> int:
@@ -255,7 +279,7 @@ def _first(names: list[str]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a Hugging Face model folder has one") from None
     except (OSError, ValueError) as e:

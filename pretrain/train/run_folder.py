@@ -10,7 +10,6 @@ import platform
 import secrets
 import subprocess
 import sys
-import tomllib
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,9 @@ from pretrain.config import Config
 from pretrain.config_file import dump_config
 from pretrain.dist import World, all_ranks_ok, broadcast_object, host
 from pretrain.errors import ConfigError
+from pretrain.metrics.jsonl import read_records
 from pretrain.train.checkpoint_folder import replace_synced
+from pretrain.untrusted import read_json, read_toml
 
 Status = Literal["finished", "refused", "anomaly", "preempted", "time_limit", "user"]
 EXIT_STATUS: dict[str, int] = {
@@ -63,8 +64,12 @@ def open_run_folder(cfg: Config, world: World) -> int:
         )
     all_ranks_ok(error, world)
     if world.first:
-        (run / "seen").unlink()
-        (run / "outcome.json").unlink(missing_ok=True)
+        try:
+            (run / "seen").unlink()
+            (run / "outcome.json").unlink(missing_ok=True)
+        except OSError as e:
+            error = ConfigError(f"run.dir={cfg.run.dir!r} cannot be used: {e}")
+    all_ranks_ok(error, world)
     return attempt
 
 
@@ -89,11 +94,14 @@ def only_start(run: Path, world: World) -> Iterator[None]:
         if world.first:
             try:
                 run.mkdir(parents=True, exist_ok=True)
+                _refuse_links(run)
                 lock = held.enter_context(open(run / "lock", "a+", encoding="utf-8"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 lock.truncate(0)
                 lock.write(f"process {os.getpid()} on {host()}")
                 lock.flush()
+            except ConfigError as e:
+                error = e
             except BlockingIOError:
                 lock.seek(0)
                 error = ConfigError(
@@ -128,19 +136,9 @@ def rank_log(run: Path, ranks: World) -> Iterator[None]:
 
 def next_attempt(run: Path) -> int:
     """One more than the last start that events.jsonl knows of."""
-    last = -1
-    try:
-        with open(run / "events.jsonl", encoding="utf-8", errors="replace") as f:
-            for line in f:
-                try:
-                    record = json.loads(line)
-                    if record["event"] == "start":
-                        last = max(last, int(record["attempt"]))
-                except (ValueError, KeyError, TypeError):
-                    continue  # a line cut by a crash, or none of ours
-    except FileNotFoundError:
-        pass
-    return last + 1
+    events = run / "events.jsonl"
+    starts = [event for event in read_records(events) if event.get("event") == "start"] if events.exists() else []
+    return max((event["attempt"] for event in starts if type(event.get("attempt")) is int), default=-1) + 1
 
 
 def write_outcome(run: Path, reason: Status, step: int, attempt: int, message: str = "") -> None:
@@ -160,9 +158,10 @@ def write_outcome(run: Path, reason: Status, step: int, attempt: int, message: s
 def read_outcome(run: Path) -> dict[str, Any] | None:
     """RUN/outcome.json, or None where the last attempt crashed or none has ended."""
     try:
-        return json.loads((run / "outcome.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        outcome = read_json(run / "outcome.json")
+    except (OSError, ValueError):
         return None
+    return outcome if isinstance(outcome, dict) else None
 
 
 def environment(cfg: Config, world: World) -> dict[str, Any]:
@@ -207,9 +206,17 @@ def git_revision() -> dict[str, Any] | None:
         return None
 
 
+def _refuse_links(run: Path) -> None:
+    """A run empties and appends to files by name; whoever made the folder must not choose files elsewhere for that."""
+    for folder in (run, run / "logs"):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_symlink() and not path.is_dir():
+                raise ConfigError(f"{path} is a link to a file; a run writes files of its own, so move the file here")
+
+
 def _refuse_another_run(cfg: Config, run: Path) -> None:
     try:
-        name = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["run"]["name"]
+        name = read_toml(run / "config.toml")["run"]["name"]
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as e:

@@ -149,7 +149,7 @@ class Setup:
                 f"run.dir={cfg.run.dir!r} has {newest.name} and --resume never was given; "
                 f"choose another run.dir or leave --resume out"
             )
-        meta = folder.read_meta(newest)
+        meta = folder.read_meta(newest, resumable=True)
         loader.leave_out(left_out(meta))
         now = cfg.model_dump(by_alias=True, mode="json")
         fingerprints = (meta["data_fingerprint"], loader.fingerprint_at(meta["rows_consumed"]))
@@ -183,25 +183,25 @@ class Setup:
             state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
         read_state(path, state)
         engine.load(state)
-        meta = folder.read_meta(path)
+        going_on = self.cfg.init.data == "continue"
+        meta = folder.read_meta(path, resumable=how == "resume" or going_on)
         if how == "resume":
             restore_rng(path, self.ranks.rank)
             self.anomalies.load(meta.get("anomalies", {}))
             self.sinks.say(
                 f"resumed from {path.name}: {meta['rows_consumed']:,} rows and {meta['tokens']:,} tokens done"
             )
-            return {key: int(meta[key]) for key in ("step", "rows_consumed", "tokens", "targets")}
+            return {key: meta[key] for key in ("step", "rows_consumed", "tokens", "targets")}
         self.sinks.say(f"started from {path} ({how})")
-        going_on = self.cfg.init.data == "continue"
         assert self.loader is not None
         if going_on:
             self.loader.leave_out(left_out(meta))
             self.anomalies.left_out = left_out(meta)
-        if going_on and meta.get("data_fingerprint") != self.loader.fingerprint_at(int(meta["rows_consumed"])):
+        if going_on and meta["data_fingerprint"] != self.loader.fingerprint_at(meta["rows_consumed"]):
             raise ConfigError(
                 'init.data="continue" needs the data that init.from was trained on; set init.data="restart"'
             )
-        kept = {key: int(meta[key]) if going_on else 0 for key in ("rows_consumed", "tokens", "targets")}
+        kept = {key: meta[key] if going_on else 0 for key in ("rows_consumed", "tokens", "targets")}
         return {"step": 0, **kept}
 
     def _go_back(self, engine: Engine, rows: list[int]) -> dict[str, int]:

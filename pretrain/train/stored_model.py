@@ -3,7 +3,6 @@
 Training never comes here: it reads checkpoints into sharded engines through `checkpoint`.
 """
 
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +13,12 @@ from torch import Tensor
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from pretrain.config import ModelConfig
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.metrics.flops import parameter_counts
 from pretrain.model.hf import end_ids
 from pretrain.model.llama import Llama
 from pretrain.train import checkpoint_folder as folder
 from pretrain.train.checkpoint import read_state
+from pretrain.untrusted import read_toml
 
 TOKENIZER = "tokenizer"  # folder beside an imported model's files, or in a run
 SPECIAL_IDS = "special_ids"  # in the meta data of an imported model, as its config.json had them
@@ -59,6 +60,8 @@ def open_model(
         model = ModelConfig.model_validate(meta["config"]["model"])
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{where / folder.META}: no model can be made of it ({type(e).__name__}: {e})") from None
+    stored = sum(entry["bytes"] for entry in folder.read_manifest(where).values())
+    refuse_beyond(model, stored, where / folder.META, per_byte=1 / torch.float32.itemsize)
     found = Path(tokenizer) if tokenizer is not None else _tokenizer_of(where)
     loaded = None if found is None else load_tokenizer(found)
     if loaded is not None and loaded.vocab_size > model.vocab_size:
@@ -66,7 +69,27 @@ def open_model(
             f"the tokenizer {found} has {loaded.vocab_size} tokens, but the model only vocab_size={model.vocab_size}; "
             f"it is another model's"
         )
-    return StoredModel(where, model, meta, loaded, _special_ids(meta, loaded))
+    return StoredModel(where, model, meta, loaded, _special_ids(meta, loaded, where / folder.META))
+
+
+def refuse_beyond(model: ModelConfig, num_bytes: int, said_by: Path, *, per_byte: float) -> None:
+    """CheckpointError before anything is made of sizes that a file claims and the weights beside it cannot have."""
+    parameters = parameter_counts(model).total
+    if parameters > num_bytes * per_byte:
+        raise CheckpointError(
+            f"{said_by} describes {parameters:,} parameters, but the files beside it have {num_bytes:,} bytes"
+        )
+
+
+def read_special_ids(fields: Any, said_by: Path) -> SpecialIds:
+    """What `hf.special_ids` wrote; CheckpointError where a stranger's file has other things there."""
+    try:
+        ids = SpecialIds(fields.get("bos_token_id"), end_ids(fields.get("eos_token_id")), fields.get("pad_token_id"))
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        ids = None
+    if ids is None or any(one is not None and type(one) is not int for one in (*ids.eos_ids, ids.bos_id, ids.pad_id)):
+        raise CheckpointError(f"{said_by}: no token ids can be made of {str(fields)[:200]}")
+    return ids
 
 
 def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
@@ -119,18 +142,17 @@ def _tokenizer_of(checkpoint: Path) -> Path | None:
         if candidate.is_dir():
             return candidate
     try:
-        sources = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["data"]["sources"]
-    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        data = Path(read_toml(run / "config.toml")["data"]["sources"][0]["path"]) / TOKENIZER
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    data = Path(sources[0]["path"]) / TOKENIZER
     return data if data.is_dir() else None
 
 
-def _special_ids(meta: dict[str, Any], tokenizer: Tokenizer | None) -> SpecialIds:
+def _special_ids(meta: dict[str, Any], tokenizer: Tokenizer | None, said_by: Path) -> SpecialIds:
     """As an imported model's files had them, else the tokenizer's."""
     kept = meta.get(SPECIAL_IDS)
     if kept is not None:
-        return SpecialIds(kept.get("bos_token_id"), end_ids(kept.get("eos_token_id")), kept.get("pad_token_id"))
+        return read_special_ids(kept, said_by)
     if tokenizer is None:
         return SpecialIds()
     return SpecialIds(tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id)

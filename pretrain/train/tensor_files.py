@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from pretrain import untrusted
 from pretrain.errors import CheckpointError
 from pretrain.train import checkpoint_folder as folder
 
 INDEX = "index.json"
+_LARGEST_INDEX = 1 << 29  # bytes; that of 1,000 tensors on 4,000 ranks is near it
 _PIECE = 16 << 20  # bytes hashed and written at once
 _DTYPES = {
     "F64": torch.float64,
@@ -120,11 +122,14 @@ class Reader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         sizes = {name: entry["bytes"] for name, entry in folder.read_manifest(self._path).items()}
+        left = dict(sizes)
         try:
-            index = folder.read_json(self._path / INDEX)
+            index = untrusted.read_json(self._path / INDEX, _LARGEST_INDEX)
             places: dict[MetadataIndex, tuple[str, int]] = {}
-            tensors: Any = {name: _checked(name, entry, sizes, places) for name, entry in index["tensors"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            tensors: Any = {
+                name: _checked(name, entry, sizes, left, places) for name, entry in index["tensors"].items()
+            }
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
             raise CheckpointError(f"{self._path / INDEX}: not a checkpoint's index ({type(e).__name__}: {e})") from None
         return Metadata(tensors, storage_data=places)
 
@@ -166,9 +171,14 @@ class Reader(StorageReader):
 
 
 def _checked(
-    name: str, entry: dict[str, Any], sizes: dict[str, int], places: dict[MetadataIndex, tuple[str, int]]
+    name: str,
+    entry: dict[str, Any],
+    sizes: dict[str, int],
+    left: dict[str, int],
+    places: dict[MetadataIndex, tuple[str, int]],
 ) -> TensorStorageMetadata:
-    """One tensor of the index; ValueError unless its pieces make it up and lie inside files of the manifest."""
+    """One tensor of the index; ValueError unless its pieces make it up and lie inside files of the manifest, of whose
+    bytes `left` are not taken by other tensors."""
     dtype, shape, chunks, elements = _DTYPES[entry["dtype"]], torch.Size(_counts(entry["shape"])), [], 0
     for chunk in entry["chunks"]:
         offsets, extent = (torch.Size(_counts(chunk[key])) for key in ("offsets", "sizes"))
@@ -179,11 +189,15 @@ def _checked(
             raise ValueError(f"{name} has a piece at {tuple(offsets)} of {tuple(extent)} outside its {tuple(shape)}")
         if file not in sizes:
             raise ValueError(f"it names {file!r}, which the manifest does not")
-        if at + math.prod(extent) * dtype.itemsize > sizes[file] or at % dtype.itemsize:
+        place, num_bytes = MetadataIndex(name, offsets), math.prod(extent) * dtype.itemsize
+        if at + num_bytes > sizes[file] or at % dtype.itemsize:
             raise ValueError(f"{name} at byte {at} of {file} does not fit into its {sizes[file]:,} bytes")
+        left[file] -= num_bytes
+        if left[file] < 0 or (num_bytes and place in places):
+            raise ValueError(f"{name} takes bytes or has a place that another piece has")
         elements += math.prod(extent)
         chunks.append(ChunkStorageMetadata(offsets, extent))
-        places[MetadataIndex(name, offsets)] = (file, at)
+        places[place] = (file, at)
     if elements != math.prod(shape):
         raise ValueError(f"{name} of {tuple(shape)} has pieces of {elements} elements in all")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
