@@ -74,7 +74,7 @@ def problem_at_a_glance(path: Path) -> str | None:
         except OSError:
             return f"{name} is missing"
         if not stat.S_ISREG(status.st_mode):
-            return f"{name} is a link or a device, not a file of this folder"
+            return f"{name} is no regular file but a link, a folder or a device"
         if status.st_size != entry["bytes"]:
             return f"{name} has {status.st_size:,} bytes, but {MANIFEST} says {entry['bytes']:,}"
     return None

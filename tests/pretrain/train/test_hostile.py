@@ -147,7 +147,7 @@ def test_a_device_a_pipe_and_a_folder_are_no_files(checkpoint: Path, name: str, 
 def test_a_link_in_place_of_a_file_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / RANK_FILE).rename(tmp_path / "elsewhere")
     (checkpoint / RANK_FILE).symlink_to(tmp_path / "elsewhere")
-    assert str(folder.verify(checkpoint)).startswith(f"{RANK_FILE} is a link")
+    assert str(folder.verify(checkpoint)).startswith(f"{RANK_FILE} is no regular file but a link")
 
 
 def headed(text: str) -> bytes:
