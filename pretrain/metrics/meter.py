@@ -27,7 +27,8 @@ class Meter:
 
     `all_reduce` sums a float64 vector over all ranks, in place; every rank counts what it has, so a loss that
     several ranks hold (tensor parallel) cancels against its targets. `peak_flops` is FLOP/s per device or
-    None, where every MFU is null. `tokens` and `targets` are what the run had trained on before this start.
+    None, where every MFU is null, as HFU is where `recompute` is None: not known. `tokens` and `targets` are what the
+    run had trained on before this start.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Meter:
         all_reduce: Callable[[Tensor], Any] | None = None,
         device: torch.device | str = "cpu",
         peak_flops: float | None = None,
-        recompute: Recompute = "none",
+        recompute: Recompute | None = "none",
         recompute_every: int = 1,
         attempt: int = 0,
         tokens: int = 0,
@@ -62,9 +63,10 @@ class Meter:
         self._flops_full = flops_per_token(model, seq_len, causal=False)
         self._flops_causal = flops_per_token(model, seq_len, causal=True)
         # Kernels skip the masked half, so what the hardware did is counted by the causal convention.
-        self._flops_hardware = self._flops_causal + recomputed_flops_per_token(
-            model, seq_len, recompute, causal=True, every=recompute_every
-        )
+        self._flops_hardware: int | None = None
+        if recompute is not None:
+            again = recomputed_flops_per_token(model, seq_len, recompute, causal=True, every=recompute_every)
+            self._flops_hardware = self._flops_causal + again
         self._start_window()
 
     def add(self, loss_sum: Tensor, num_targets: Tensor | int, z_loss_sum: Tensor | None = None) -> None:
@@ -127,7 +129,7 @@ class Meter:
             "tflops_per_gpu": per_gpu * self._flops_full / 1e12,
             "mfu_causal": self._share_of_peak(per_gpu * self._flops_causal),
             "mfu_full": self._share_of_peak(per_gpu * self._flops_full),
-            "hfu": self._share_of_peak(per_gpu * self._flops_hardware),
+            "hfu": None if self._flops_hardware is None else self._share_of_peak(per_gpu * self._flops_hardware),
             "data_wait_fraction": ranks.data_wait / seconds if seconds > 0 else math.nan,
             "peak_gib": ranks.peak_bytes / GIB,
             "epoch": epoch,

@@ -187,6 +187,7 @@ def _layout(cfg: Config, job: Job) -> dict[str, Any]:
             "micro_batch_size": job.micro_batch,
             "accumulation": job.accumulation,
             "recompute": job.recompute,
+            "memory_budget": cfg.activation_checkpoint.memory_budget,
         },
         "steps": steps,
         "predicted_days": seconds / 86400,

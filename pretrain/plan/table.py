@@ -66,7 +66,7 @@ def render(plan: dict[str, Any], name: str) -> str:
             "layout",
             f"{plan['gpus']} x {plan['device']}",
             f"{cut} ({layout['sharding']}), micro-batch {layout['micro_batch_size']} x {layout['accumulation']}, "
-            f"recompute {layout['recompute']}",
+            f"recompute {_recompute(layout)}",
         ),
         _line("memory per rank", f"{use['peak']:.1f} GiB", _memory(plan)),
         _line("step", f"{plan['step_seconds']:.3g} s", _parts(plan)),
@@ -88,6 +88,11 @@ def render(plan: dict[str, Any], name: str) -> str:
             f"Shard over more GPUs, lower train.micro_batch_size, or recompute more (--search tries these)."
         )
     return "\n".join(lines)
+
+
+def _recompute(layout: dict[str, Any]) -> str:
+    budget = layout["memory_budget"]
+    return layout["recompute"] if budget == 1 else f"planned as none, not as memory_budget {budget:g} will have it"
 
 
 def render_search(found: list[dict[str, Any]], checked: int, device: str, gpus: int) -> str:

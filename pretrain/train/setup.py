@@ -242,6 +242,9 @@ class Setup:
         cfg, ranks = self.cfg, self.ranks
         peak, why = peak_flops(cfg, ranks.device)
         self.sinks.say(why)
+        if cfg.activation_checkpoint.memory_budget < 1:
+            budget = f"activation_checkpoint.memory_budget={cfg.activation_checkpoint.memory_budget:g}"
+            self.sinks.say(f"recompute | the compiler's choice for {budget} is not known, so no HFU")
         return Meter(
             cfg.model,
             seq_len=cfg.data.seq_len,
@@ -252,7 +255,7 @@ class Setup:
             all_reduce=dist.all_reduce if ranks.size > 1 else None,
             device=ranks.device,
             peak_flops=peak,
-            recompute=cfg.activation_checkpoint.mode,
+            recompute=None if cfg.activation_checkpoint.memory_budget < 1 else cfg.activation_checkpoint.mode,
             recompute_every=cfg.activation_checkpoint.every,
             attempt=self.attempt,
             tokens=origin["tokens"],

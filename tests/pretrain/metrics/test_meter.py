@@ -152,6 +152,14 @@ def test_mfu_divides_by_the_peak_in_both_conventions_and_hfu_adds_what_was_recom
     assert line["tflops_per_gpu"] == pytest.approx(200 * full / 1e12)
 
 
+def test_where_nobody_knows_what_is_recomputed_hfu_is_null():
+    meter = meter_for(peak_flops=1e9, recompute=None)
+    meter.step_done(tokens=1, targets=1, data_wait=0.0)
+    line = meter.close_window(1, 0.1, 1.0, epoch=0.0)
+    assert line["hfu"] is None
+    assert line["mfu_causal"] > 0
+
+
 def test_without_a_known_peak_every_mfu_is_null_and_the_rest_stays():
     meter = meter_for()
     meter.step_done(tokens=1, targets=1, data_wait=0.0)

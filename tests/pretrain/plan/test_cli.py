@@ -111,6 +111,13 @@ def test_steps_and_tokens_describe_the_same_run(run_plan):
     assert by_tokens["train_tokens"] == 5000 * 1024 * 8192
 
 
+def test_a_plan_says_that_what_the_compiler_recomputes_is_not_predicted(run_plan):
+    chosen = ["activation_checkpoint.mode=none", "activation_checkpoint.memory_budget=0.5"]
+    assert "recompute planned as none, not as memory_budget 0.5 will have it" in run_plan(*chosen)
+    assert json.loads(run_plan(*chosen, "--json"))["layout"]["memory_budget"] == 0.5
+    assert "recompute selective" in run_plan()
+
+
 def test_the_table_states_conventions_and_fits_a_page(run_plan):
     text = run_plan()
     for words in (
