@@ -108,13 +108,13 @@ def worker(work: Path, args: argparse.Namespace) -> None:
         seconds = dict.fromkeys(("bare", "units", "shards"), 0.0)
         for _ in range(args.rounds):
             tokenizer.save(out / "tokenizer")
-            mine = working.Worker(working.Job(out, wanted, tokenizer.engine, [], [0]))
+            mine = working.Worker(working.Job(out, wanted, [], [0]))
             for unit, texts in enumerate(units):
                 began = time.process_time()
                 for text in texts:
                     bare(text)
                 middle = time.process_time()
-                working.tokenise_unit(unit, using=mine)
+                working.tokenise_unit(unit, tokenizer.engine, using=mine)
                 seconds["bare"] += middle - began
                 seconds["units"] += time.process_time() - middle
             began = time.process_time()
@@ -137,6 +137,9 @@ def peers(work: Path, args: argparse.Namespace) -> None:
     made = [our_build(work, corpus, path, args.workers) for _ in range(args.rounds)]
     ours = statistics.median(tokens / seconds / 1e6 for seconds, _, tokens in made)
     print(f"peers: {args.mb} MB of JSON lines to packed rows with one tokenizer.json, {args.workers} processes")
+    floor = peer([], "bare", "tokenizer.json", path, corpus, args.workers)
+    bare = floor["tokens"] / floor["seconds"] / 1e6
+    print(f"  tiktoken alone, in a loop over texts in memory: {bare:.2f} M tokens/s")
     print(f"  ours: {ours:.2f} M tokens/s, the whole command from its start; the peers without their imports:")
     for name in ("datatrove", "datasets_map", "litdata"):
         found = peer(args.pythons, name, path, corpus, work / name, args.workers)
@@ -145,7 +148,7 @@ def peers(work: Path, args: argparse.Namespace) -> None:
             print(f"  {name}: left out, {found['missing']}")
             continue
         rate = found["tokens"] / found["seconds"] / 1e6
-        print(f"  {name}: {rate:.2f} M tokens/s; ours is {ours / rate:.1f} times as fast")
+        print(f"  {name}: {rate:.2f} M tokens/s; ours is {ours / rate:.1f} times as fast, tiktoken {bare / rate:.1f}")
 
 
 def our_build(work: Path, corpus: Path, tokenizer: str, workers: int) -> tuple[float, float, float]:

@@ -151,10 +151,15 @@ class BlockFile:
         self.proven = proven
         self._unproven = int((~proven).sum())
 
+    @property
+    def whole(self) -> bool:
+        """Every block is proven."""
+        return not self._unproven
+
     def check(self, first: np.ndarray, last: np.ndarray) -> None:
         """Proves the blocks under the byte ranges [first[i], last[i]] of the payload, each block once in the
         file's life in this process. A block that fails, now or before, raises DataError."""
-        if self._unproven:
+        if not self.whole:
             low = first // self.block_bytes
             counts = last // self.block_bytes - low + 1
             ends = counts.cumsum()
@@ -162,7 +167,7 @@ class BlockFile:
 
     def check_at(self, at: np.ndarray) -> None:
         """The same for single bytes."""
-        if self._unproven:
+        if not self.whole:
             self._prove(at // self.block_bytes)
 
     def verify(self) -> None:

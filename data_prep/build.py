@@ -12,6 +12,7 @@ same byte for byte. What a worker does is in `worker`; this file only hands out 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -77,8 +78,10 @@ def build(
         say(f"{folder} is already built from these inputs")
     else:
         _prepare(folder, wanted, tokenizer, seq_len, packing)
-        job = _job(folder, wanted, tokenizer, say)
-        _run(wanted, job, workers, task, num_tasks, say)
+        job = _job(folder, wanted)
+        with _pool(job, min(workers, len(wanted.units))) as pool:
+            engine = _choose_engine(wanted, tokenizer, say)  # while the workers start
+            _run(job, pool, engine, workers, task, num_tasks, say)
         if num_tasks > 1:
             say(f"task {task} of {num_tasks} is done; when all are: pretrain-data merge {folder}")
             return None
@@ -141,18 +144,21 @@ def _tokenizer_info(tokenizer: Tokenizer, settings: plan.Settings) -> TokenizerI
     )
 
 
-def _job(folder: Path, wanted: plan.Plan, tokenizer: Tokenizer, say: Callable[[str], None]) -> worker.Job:
-    """What all workers are told, after a look at the tokenizer and the first documents."""
-    first = list(_first_texts(wanted))
-    say(fast_bpe.accelerate(tokenizer, first))
+def _job(folder: Path, wanted: plan.Plan) -> worker.Job:
+    add_bos = [wanted.tokenizer.bos_id] if _adds_bos(wanted) else []
+    add_eos = [wanted.tokenizer.eos_id] if wanted.settings.eos else []
+    return worker.Job(folder, wanted, add_bos, add_eos)
+
+
+def _choose_engine(wanted: plan.Plan, tokenizer: Tokenizer, say: Callable[[str], None]) -> str:
+    """The library that encodes, after a look at the tokenizer and the first documents."""
+    say(fast_bpe.accelerate(tokenizer, _first_texts(wanted)))
     plain = "Hello, world: 1 + 2."
     back = tokenizer.decode(tokenizer.encode(plain))
     if back.strip() != plain:
         say(f"warning: this tokenizer loses text: {plain!r} comes back as {back!r}")
-    add_bos = [wanted.tokenizer.bos_id] if _adds_bos(wanted) else []
-    add_eos = [wanted.tokenizer.eos_id] if wanted.settings.eos else []
-    say(f"each document: {'BOS + ' if add_bos else ''}text{' + EOS' if add_eos else ''}")
-    return worker.Job(folder, wanted, tokenizer.engine, add_bos, add_eos)
+    say(f"each document: {'BOS + ' if _adds_bos(wanted) else ''}text{' + EOS' if wanted.settings.eos else ''}")
+    return tokenizer.engine
 
 
 def _adds_bos(wanted: plan.Plan) -> bool:
@@ -197,9 +203,10 @@ def _prepare(folder: Path, wanted: plan.Plan, tokenizer: Tokenizer, seq_len: int
 
 
 def _run(
-    wanted: plan.Plan, job: worker.Job, workers: int, task: int, num_tasks: int, say: Callable[[str], None]
+    job: worker.Job, pool: Any, engine: str, workers: int, task: int, num_tasks: int, say: Callable[[str], None]
 ) -> None:
     """All groups of this task: their units first, then the shards, on a pool that is never idle in between."""
+    wanted = job.plan
     mine = [group for group in range(task, len(wanted.groups), num_tasks) if not job.group_done(group)]
     todo = {group: [unit for unit in wanted.groups[group] if not job.unit_done(unit)] for group in mine}
     left = {group: len(units) for group, units in todo.items()}
@@ -207,29 +214,44 @@ def _run(
     work: Iterator[tuple[str, int, int]] = (("unit", group, unit) for group in mine for unit in todo[group])
     compose = [group for group in mine if not left[group]]
     running: dict[futures.Future[int], tuple[str, int, int]] = {}
-    pool = _Inline(job) if workers == 1 else _spawn_pool(job, workers)
-    try:
-        while True:
-            while len(running) < 2 * workers:
-                if compose:
-                    group = compose.pop(0)
-                    running[pool.submit(worker.compose_group, group)] = ("group", group, 0)
-                elif (item := next(work, None)) is not None:
-                    running[pool.submit(worker.tokenise_unit, item[2])] = item
-                else:
-                    break
-            if not running:
+    while True:
+        while len(running) < 2 * workers:
+            if compose:
+                group = compose.pop(0)
+                running[pool.submit(worker.compose_group, group)] = ("group", group, 0)
+            elif (item := next(work, None)) is not None:
+                running[pool.submit(worker.tokenise_unit, item[2], engine)] = item
+            else:
                 break
-            done, _ = futures.wait(running, timeout=1.0, return_when=futures.FIRST_COMPLETED)
-            for future in done:
-                kind, group, unit = running.pop(future)
-                tokens = future.result()
-                if kind == "unit":
-                    progress.add(wanted.unit_weight(unit), tokens)
-                    left[group] -= 1
-                    if not left[group]:
-                        compose.append(group)
-            progress.show()
+        if not running:
+            break
+        done, _ = futures.wait(running, timeout=1.0, return_when=futures.FIRST_COMPLETED)
+        for future in done:
+            kind, group, unit = running.pop(future)
+            tokens = future.result()
+            if kind == "unit":
+                progress.add(wanted.unit_weight(unit), tokens)
+                left[group] -= 1
+                if not left[group]:
+                    compose.append(group)
+        progress.show()
+    progress.finish()
+
+
+@contextlib.contextmanager
+def _pool(job: worker.Job, workers: int) -> Iterator[Any]:
+    """`workers` processes that are on their way; one that dies ends the block. One worker is this process.
+
+    Spawned, not forked: a fork copies the locks of a tokenizer's threads in whatever state they are (G06)."""
+    if workers == 1:
+        yield _Inline(job)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = futures.ProcessPoolExecutor(workers, mp_context=context, initializer=worker.start, initargs=(job,))
+    try:
+        for _ in range(workers):
+            pool.submit(int)  # a process starts when there is something to do
+        yield pool
         pool.shutdown()  # all is done: the workers may leave in good order
     except BrokenProcessPool as error:
         raise WorkerDied(
@@ -239,14 +261,6 @@ def _run(
         pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
             child.terminate()
-    progress.finish()
-
-
-def _spawn_pool(job: worker.Job, workers: int) -> Any:
-    """Spawned, not forked: a fork copies the locks of a tokenizer's threads in whatever state they are (G06)."""
-    return futures.ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=worker.start, initargs=(job,)
-    )
 
 
 class _Inline:
@@ -256,19 +270,16 @@ class _Inline:
         self._started: worker.Worker | None = None
         self._job = job
 
-    def submit(self, function: Callable[..., int], *args: int) -> futures.Future[int]:
+    def submit(self, function: Callable[..., int], *args: Any) -> futures.Future[int]:
         if self._started is None:
             self._started = worker.Worker(self._job)
         future: futures.Future[int] = futures.Future()
         future.set_result(function(*args, using=self._started))
         return future
 
-    def shutdown(self, **_: Any) -> None:
-        self._started = None
-
 
 def _write_manifest(folder: Path, wanted: plan.Plan) -> None:
-    ledger = worker.Job(folder, wanted, "", [], [])
+    ledger = worker.Job(folder, wanted, [], [])
     missing = [group for group in range(len(wanted.groups)) if not ledger.group_done(group)]
     if missing:
         raise DataError(

@@ -23,25 +23,29 @@ Encode = Callable[[str], np.ndarray]
 
 def accelerate(tokenizer: tk.Tokenizer, texts: Iterable[str] = ()) -> str:
     """Switches a Hugging Face tokenizer to tiktoken if that is exact. Returns a line for the log: which, and why."""
-    if tokenizer.kind != "huggingface":
+    if tokenizer.spec is None:
         return f"encoding with {tokenizer.engine}"
-    assert tokenizer.spec is not None
     reason = why_not(tokenizer.spec)
     if reason is None:
-        fast = use_tiktoken(tokenizer)
-        reason = _difference(tokenizer, fast, [*nasty_sample(), *_vocabulary_texts(tokenizer), *texts])
+        fast = _use_tiktoken(tokenizer)
+        reason = _difference(tokenizer, fast, itertools.chain(nasty_sample(), _vocabulary_texts(tokenizer), texts))
         if reason is None:
             tokenizer.encode_ordinary, tokenizer.engine = fast, "tiktoken"
             return "encoding with tiktoken: same ids as `tokenizers` on all samples"
     return f"encoding with `tokenizers` (slower than tiktoken), because {reason}"
 
 
-def use_tiktoken(tokenizer: tk.Tokenizer) -> Encode:
-    """The encoding function through tiktoken, unchecked; for workers whose parent has checked."""
+def engines(tokenizer: tk.Tokenizer) -> dict[str, Encode]:
+    """The encoding functions that can be had, by engine and unchecked: which of them is right `accelerate` says."""
+    found = {tokenizer.engine: tokenizer.encode_ordinary}
+    if tokenizer.spec is not None and why_not(tokenizer.spec) is None:
+        found["tiktoken"] = _use_tiktoken(tokenizer)
+    return found
+
+
+def _use_tiktoken(tokenizer: tk.Tokenizer) -> Encode:
     assert tokenizer.spec is not None
-    assert why_not(tokenizer.spec) is None
     encoding, id_of_rank, matched = encoding_of(tokenizer.spec)
-    same = bool((id_of_rank == np.arange(len(id_of_rank))).all())
     slow = tokenizer.encode_ordinary
     long_blank = re.compile(rf"\s{{{tk.LONGEST_BLANK}}}")
 
@@ -49,32 +53,36 @@ def use_tiktoken(tokenizer: tk.Tokenizer) -> Encode:
         if len(text) > tk.LONGEST_BLANK and long_blank.search(text):
             return slow(text)  # tiktoken's regex engine overflows its stack on a million blanks
         found = encoding.encode_to_numpy(text, allowed_special=matched, disallowed_special=())
-        return found if same else id_of_rank[found]
+        return found if id_of_rank is None else id_of_rank[found]
 
     return tk.in_chunks(encode, tokenizer.cut)
 
 
-def encoding_of(spec: dict[str, Any]) -> tuple[Any, np.ndarray, set[str]]:
-    """tiktoken's Encoding, the id of each of its ranks, and the added tokens to be found in texts.
+def encoding_of(spec: dict[str, Any]) -> tuple[Any, np.ndarray | None, set[str]]:
+    """tiktoken's Encoding, the id of each of its ranks (None: itself), and the added tokens to be found in texts.
 
-    tiktoken's rank is both merge order and id; here it is the order alone.
+    tiktoken's rank is both id and order of merges; single bytes are merged from nothing, so theirs may be any. Ids that
+    rise with the merges, each once, are the ranks; otherwise the rank is the order alone.
     """
     import tiktoken
 
     vocabulary = spec["model"]["vocab"]
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    ids = [vocabulary[char] for char in _CHAR_OF_BYTE]
-    for left, right in _merges(spec):
-        ranks[_bytes_of(left + right)] = len(ids)
-        ids.append(vocabulary[left + right])
+    tokens = [(bytes([byte]), vocabulary[char]) for byte, char in enumerate(_CHAR_OF_BYTE)]
+    tokens += [(_bytes_of(left + right), vocabulary[left + right]) for left, right in _merges(spec)]
     matched = [token for token in spec["added_tokens"] if not token["special"]]
-    added = {token["content"]: len(ids) + i for i, token in enumerate(matched)}
-    ids += [token["id"] for token in matched]
+    ids = np.array([number for _, number in tokens] + [token["id"] for token in matched], np.uint32)
+    rising = bool((np.diff(ids[256 : len(tokens)].astype(np.int64)) > 0).all()) and len(np.unique(ids)) == len(ids)
+    ranks = ids.tolist() if rising else range(len(ids))
+    added = dict(zip((token["content"] for token in matched), ranks[len(tokens) :], strict=True))
     pattern = pattern_of(spec)
     assert pattern is not None
-    none = {"\0\0\0": len(ids)}  # tiktoken is slow without any
-    encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added or none)
-    return encoding, np.array(ids, np.uint32), set(added)
+    encoding = tiktoken.Encoding(
+        "tokenizer.json",
+        pat_str=pattern,
+        mergeable_ranks=dict(zip((token for token, _ in tokens), ranks, strict=False)),
+        special_tokens=added or {"\0\0\0": max(ranks) + 1},  # tiktoken is slow without any
+    )
+    return encoding, None if rising else ids, set(added)
 
 
 def why_not(spec: dict[str, Any]) -> str | None:
@@ -147,8 +155,7 @@ def _vocabulary_texts(tokenizer: tk.Tokenizer) -> list[str]:
 
 def _difference(tokenizer: tk.Tokenizer, fast: Encode, texts: Iterable[str]) -> str | None:
     for text in texts:
-        slow_ids, fast_ids = tokenizer.encode_ordinary(text), fast(text)
-        if not np.array_equal(slow_ids, fast_ids):
+        if tokenizer.encode_ordinary(text).tobytes() != fast(text).tobytes():
             shown = text if len(text) < 80 else text[:80] + "..."
             return f"tiktoken gives other ids for {shown!r}"
     return None
@@ -160,11 +167,13 @@ def _merges(spec: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _is_bytes(token: str) -> bool:
-    return all(char in BYTE_OF_CHAR for char in token)
+    return BYTE_OF_CHAR.keys() >= set(token)
 
 
 def _bytes_of(token: str) -> bytes:
-    return bytes(BYTE_OF_CHAR[char] for char in token)
+    return token.translate(_BYTE_OF_CODE).encode("latin-1")
 
 
 _CHAR_OF_BYTE = sorted(BYTE_OF_CHAR, key=lambda char: BYTE_OF_CHAR[char])
+# Characters that stand for no byte go where latin-1 ends.
+_BYTE_OF_CODE = dict.fromkeys(range(256), 0xFFFD) | {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}

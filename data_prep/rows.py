@@ -238,13 +238,14 @@ class Rows:
         """The tokens of each shard that the pieces lie in, those of fill, and the token that each piece stops at;
         after a look at the checksums below them."""
         _, shard, start, size, _ = pieces
+        last = np.minimum(start + size, self._ends[shard] - self._begins[shard] - 1)
         tokens, lasts = {_PADDING: self._filler}, np.empty(len(size), np.int64)
         cuts = [0, *((shard[1:] != shard[:-1]).nonzero()[0] + 1).tolist(), len(shard)] if len(shard) else []
         for low, high in itertools.pairwise(cuts):
-            mapped = self._shard(int(shard[low]))
-            last = np.minimum(start[low:high] + size[low:high], mapped.header.tokens - 1)
-            mapped.check_tokens(start[low:high], last)
-            tokens[int(shard[low])], lasts[low:high] = mapped.tokens, mapped.tokens[last]
+            mapped = self._shard(number := int(shard[low]))
+            mapped.check_tokens(start[low:high], last[low:high])
+            tokens[number] = mapped.tokens
+            lasts[low:high] = mapped.tokens[last[low:high]]
         return tokens, lasts
 
     def _pad(self, pieces: _Pieces) -> _Pieces:

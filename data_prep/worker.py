@@ -32,7 +32,6 @@ class Job:
 
     folder: Path
     plan: plan.Plan
-    engine: str  # the library that encodes, proven by the parent
     before: list[Any]  # ids before each document's text: [] or [BOS]
     after: list[Any]  # [] or [EOS]
 
@@ -58,9 +57,7 @@ class Worker:
         self.tokenizer = load_tokenizer(job.folder / "tokenizer")
         if self.tokenizer.hash != job.plan.tokenizer.hash:
             raise DataError(f"{job.folder / 'tokenizer'}: its files changed since the build began")
-        self.encode = self.tokenizer.encode_ordinary
-        if job.engine != self.tokenizer.engine:
-            self.encode = fast_bpe.use_tiktoken(self.tokenizer)
+        self.encode = fast_bpe.engines(self.tokenizer)
         self.scratch = job.folder / "build" / f"scratch-{socket.gethostname()}-{os.getpid()}"
         for folder in (self.scratch, job.unit_report(0).parent, job.group_report(0).parent, job.folder / "shards"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -97,8 +94,9 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-def tokenise_unit(unit: int, using: Worker | None = None) -> int:
-    """Reads the unit's pieces, writes its part of each split and, last, its report. Returns the tokens."""
+def tokenise_unit(unit: int, engine: str, using: Worker | None = None) -> int:
+    """Reads the unit's pieces, writes its part of each split and, last, its report. Returns the tokens.
+    `engine`: the library that encodes, as the parent proved it."""
     me = using or _worker
     assert me is not None
     job = me.job
@@ -106,7 +104,7 @@ def tokenise_unit(unit: int, using: Worker | None = None) -> int:
     bar = round(job.plan.settings.val_fraction * 2**32)
     skipped = _Skipped()
     try:
-        pieces = [(piece, _tokenise_piece(me, piece, splits, bar, skipped)) for piece in job.plan.units[unit]]
+        pieces = [(piece, _tokenise_piece(me, engine, piece, splits, bar, skipped)) for piece in job.plan.units[unit]]
         parts = {split: part.finish(job.part(unit, split)) for split, part in splits.items()}
     finally:
         for part in splits.values():
@@ -117,12 +115,12 @@ def tokenise_unit(unit: int, using: Worker | None = None) -> int:
 
 
 def _tokenise_piece(
-    me: Worker, number: int, splits: dict[str, PartWriter], bar: int, skipped: _Skipped
+    me: Worker, engine: str, number: int, splits: dict[str, PartWriter], bar: int, skipped: _Skipped
 ) -> tuple[int, int, int, int]:
     """Documents, tokens, bytes and lines of one piece."""
     settings, piece = me.job.plan.settings, me.job.plan.pieces[number]
     train, val = splits["train"], splits["val"]
-    encode, around = me.encode, len(me.job.before) + len(me.job.after)
+    encode, around = me.encode[engine], len(me.job.before) + len(me.job.after)
     documents = tokens = num_bytes = lines = 0
     for row in sources.read(piece, settings.text_key):
         if isinstance(row, sources.Document):

@@ -300,9 +300,9 @@ def test_merges_that_tiktoken_would_do_otherwise_are_found_out(tmp_path: Path) -
     assert loaded.encode("xabc").tolist() == library.encode("xabc").ids
 
 
-def test_ids_that_are_not_in_merge_order_and_added_tokens_pass_through_tiktoken(tmp_path: Path) -> None:
-    chars = sorted(BYTE_OF_CHAR)
-    vocabulary = {"lo": 0, **{char: i + 1 for i, char in enumerate(reversed(chars))}, "llo": 300, "he": 299}
+@pytest.mark.parametrize("merge_ids", [{"he": 299, "lo": 0, "llo": 300}, {"he": 0, "lo": 299, "llo": 300}])
+def test_ids_in_any_order_and_added_tokens_pass_through_tiktoken(tmp_path: Path, merge_ids: dict[str, int]) -> None:
+    vocabulary = merge_ids | {char: i + 1 for i, char in enumerate(sorted(BYTE_OF_CHAR, reverse=True))}
     library = Library(models.BPE(vocabulary, [("h", "e"), ("l", "o"), ("l", "lo")]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.add_tokens(["<extra>"])
@@ -313,6 +313,8 @@ def test_ids_that_are_not_in_merge_order_and_added_tokens_pass_through_tiktoken(
     for text in (*NASTY, "hello<extra>hello<stop> <extra> <extra"):
         assert fast.encode(text).tolist() == slow.encode(text).tolist()
     assert library.token_to_id("<extra>") in fast.encode("a<extra>b").tolist()
+    assert fast.spec is not None
+    assert (fast_bpe.encoding_of(fast.spec)[1] is None) == (merge_ids["he"] < merge_ids["lo"])  # ids rise: no table
 
 
 def test_the_real_tokenizers_and_texts(shared: Path) -> None:

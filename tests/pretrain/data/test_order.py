@@ -121,7 +121,9 @@ SETTINGS = st.fixed_dictionaries(
 @settings(max_examples=80, deadline=None)
 @given(SETTINGS, st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_the_stream_is_the_same_in_any_pieces(given_settings, lengths):
-    whole = Order(**given_settings).rows(0, sum(lengths))
+    order, ends = Order(**given_settings), np.cumsum([0, *lengths])
+    whole = order.rows(0, sum(lengths))
+    assert order.epochs(ends).tolist() == [order.epochs(end).tolist() for end in ends.tolist()]
     at = 0
     for length in lengths:
         part = Order(**given_settings).rows(at, length)
