@@ -85,6 +85,15 @@ class Inside:
             line["grad_noise_scale"] = self._noise.update(small, targets, whole, self._in_step)
         return line
 
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what later lines depend on."""
+        return {} if self._noise is None else {"noise_scale": self._noise.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What `state` gave; averages that it lacks begin anew."""
+        if self._noise is not None and "noise_scale" in state:
+            self._noise.load(state["noise_scale"])
+
     def _look_at(self, where: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def look(module: nn.Module, args: Any, out: Tensor) -> None:
             wide = torch.promote_types(out.dtype, torch.float32)

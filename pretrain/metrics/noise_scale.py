@@ -6,9 +6,14 @@ unknowns without bias; each is averaged over the logged steps before their ratio
 with a loss), as if they were independent: rows are, tokens of a row less so.
 """
 
+import math
+from typing import Any
+
+from pretrain.errors import CheckpointError
+
 
 class NoiseScale:
-    """Keeps two exponential averages, which begin anew with every start of a run. `decay` is per logged step."""
+    """Keeps two exponential averages; checkpoints carry them. `decay` is per logged step."""
 
     def __init__(self, decay: float = 0.9) -> None:
         self._decay = decay
@@ -27,3 +32,13 @@ class NoiseScale:
         self._signal += (1 - self._decay) * (signal - self._signal)
         self._noise += (1 - self._decay) * (noise - self._noise)
         return self._noise / self._signal if self._signal > 0 and self._noise > 0 else None
+
+    def state(self) -> list[float]:
+        """For a checkpoint; JSON keeps every bit of a float."""
+        return [self._signal, self._noise]
+
+    def load(self, state: Any) -> None:
+        """What `state` gave."""
+        if not isinstance(state, list) or [type(x) for x in state] != [float] * 2 or not all(map(math.isfinite, state)):
+            raise CheckpointError(f"train.json of the checkpoint: noise_scale={str(state)[:80]} is no pair of averages")
+        self._signal, self._noise = state

@@ -54,6 +54,7 @@ class Setup:
             resume_step=max((c.step for c in folder.list_checkpoints(self.run) if c.problem is None), default=0),
         )
         self.anomalies = Anomalies(cfg.anomalies)
+        self.inside = self._inside()
         self.loader: Loader | None = None
         self.done = lambda: 0  # steps so far, for events of the data
 
@@ -92,7 +93,7 @@ class Setup:
             self._meta,
             lambda rows: self._go_back(engine, rows),
             self.anomalies,
-            self._inside(),
+            self.inside,
             done=origin["step"],
             rows_consumed=origin["rows_consumed"],
             attempt=self.attempt,
@@ -188,6 +189,7 @@ class Setup:
         if how == "resume":
             restore_rng(path, self.ranks.rank)
             self.anomalies.load(meta.get("anomalies", {}))
+            self.inside.load(meta)
             self.sinks.say(
                 f"resumed from {path.name}: {meta['rows_consumed']:,} rows and {meta['tokens']:,} tokens done"
             )
@@ -236,6 +238,7 @@ class Setup:
             "data_fingerprint": self.loader.fingerprint_at(trainer.rows_consumed),
             "config": self.cfg.model_dump(by_alias=True, mode="json"),
             "torch": torch.__version__,
+            **self.inside.state(),
         }
 
     def _meter(self, origin: dict[str, int]) -> Meter:

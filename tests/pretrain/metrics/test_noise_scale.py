@@ -1,8 +1,12 @@
 """The gradient noise scale on gradients whose noise is known."""
 
+import json
+from typing import Any
+
 import numpy as np
 import pytest
 
+from pretrain.errors import CheckpointError
 from pretrain.metrics.noise_scale import NoiseScale
 
 
@@ -27,3 +31,19 @@ def test_no_scale_is_made_up_where_the_numbers_do_not_give_one() -> None:
     assert scale.update(1.0, 64, 1.0, 64) is None, "one batch size"
     assert scale.update(8.0, 1, 1.0, 8) is None, "nothing but noise: eight tokens' mean has an eighth of one's square"
     assert scale.update(1.0, 8, 1.0, 64) == pytest.approx(7 / 0.9, rel=0.2), "the averages go on"
+
+
+def test_averages_that_were_stored_go_on_bit_for_bit() -> None:
+    squares = np.random.default_rng(0).uniform(1, 2, (8, 2)).tolist()
+    unbroken, first, second = NoiseScale(), NoiseScale(), NoiseScale()
+    expected = [unbroken.update(2 + small, 8, big, 64) for small, big in squares]
+    assert None not in expected
+    got = [first.update(2 + small, 8, big, 64) for small, big in squares[:4]]
+    second.load(json.loads(json.dumps(first.state())))
+    assert got + [second.update(2 + small, 8, big, 64) for small, big in squares[4:]] == expected
+
+
+@pytest.mark.parametrize("state", [None, [1.0], [1.0, "2"], [1.0, float("nan")], {"0": 1.0, "1": 2.0}])
+def test_what_is_no_pair_of_averages_is_refused(state: Any) -> None:
+    with pytest.raises(CheckpointError, match="no pair of averages"):
+        NoiseScale().load(state)

@@ -1,5 +1,6 @@
 """Whole runs in one process: what is logged on request, and that a deterministic run repeats itself bit for bit."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,18 +34,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layers_and_noise_scale_are_in_the_log_and_in_the_table_of_runs(
     tmp_path: Path, data: Path, ranks: World
 ) -> None:
-    wanted = {"metrics__every": 2, "metrics__layers": True, "metrics__noise_scale": True}
-    cfg = small_config(tmp_path, data, train__steps=6, **wanted)
-    assert train_in(ranks, cfg, Stop(tmp_path)) == "finished"
-    lines = read_records(tmp_path / "metrics.jsonl")
+    wanted = {"metrics__every": 2, "metrics__layers": True, "metrics__noise_scale": True, "checkpoint__every": 2}
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    cfg = small_config(run, data, train__steps=6, **wanted)
+    assert train_in(ranks, cfg, Stop(run)) == "finished"
+    lines = read_records(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 6]
     for line in lines:
         norms = [line[f"grad_norm/{place}"] for place in ("tok_embeddings", "layers.0", "layers.1", "norm", "output")]
         assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(line["grad_norm"], rel=1e-5)
         assert 0 < line["activation_rms/layers.0"] < line["activation_rms/layers.1"]
     scales = [line["grad_noise_scale"] for line in lines if line["grad_noise_scale"] is not None]
-    [row] = collect([tmp_path])
+    [row] = collect([run])
     assert 0 < min(scales) <= row["grad_noise_scale"] <= max(scales)
+
+    shutil.copytree(run, resumed)
+    for step in (4, 6):
+        shutil.rmtree(folder.step_dir(resumed, step))
+    assert train_in(ranks, small_config(resumed, data, train__steps=6, **wanted), Stop(resumed)) == "finished"
+    again = [line for line in read_records(resumed / "metrics.jsonl") if line["attempt"] == 1]
+    assert [line["grad_noise_scale"] for line in again] == [line["grad_noise_scale"] for line in lines[1:]]
 
 
 def test_a_deterministic_run_repeats_itself_bit_for_bit(tmp_path: Path, data: Path, ranks: World) -> None:
