@@ -57,8 +57,6 @@ def build_engine(
     if cfg.parallel.engine == "zero":
         from pretrain.parallel.zero import ZeroEngine
 
-        return ZeroEngine(
-            cfg, lambda: build_model(cfg, world.device), build_optimizer, layout.accumulation, world.device
-        )
+        return ZeroEngine(cfg, lambda: build_model(cfg, world.device), build_optimizer, layout.accumulation, world)
     meshes = build_meshes(layout, world.device)
     return FsdpEngine(cfg, lambda: build_model(cfg, world.device, meshes), build_optimizer, meshes, world.device)

@@ -62,6 +62,11 @@ class Engine(Forward, Protocol):
         """Everything that a resume needs of weights and optimizer: the live tensors, or copies of them."""
         ...
 
+    @property
+    def state_is_copied(self) -> bool:
+        """Whether `state` gives copies in host memory, which no later step changes."""
+        ...
+
     def held(self) -> Iterator[Held]:
         """What this rank holds of weights and optimizer, without a copy or a word to other ranks."""
         ...

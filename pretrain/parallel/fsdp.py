@@ -26,6 +26,8 @@ from pretrain.parallel.optimizer_state import optimizer_state, set_update_count
 
 
 class FsdpEngine:
+    state_is_copied = False
+
     def __init__(
         self,
         cfg: Config,

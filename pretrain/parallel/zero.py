@@ -10,7 +10,9 @@ Stage 1 accumulates whole gradients on every rank until the last micro-batch; 2 
 import fcntl
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pretrain.config import Config
+from pretrain.config_deepspeed import swapping
 from pretrain.data.loader import Batch
+from pretrain.dist import World, host
 from pretrain.errors import ConfigError
 from pretrain.model.init import fill_parameter, init_weights
 from pretrain.model.llama import Llama
 from pretrain.model.loss import LossSums
 from pretrain.parallel.engine import Held, Keep, State, model_inputs
 from pretrain.parallel.optimizer_state import moments
+from pretrain.parallel.swap_files import SwapFolder, prepare_swapping
 
 
 def deepspeed_config(cfg: Config, accumulation: int, device: torch.device) -> dict[str, Any]:
@@ -71,25 +76,43 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def build_cpu_op(device: torch.device) -> None:
-    """Compile the collective op that DeepSpeed wants on a CPU, one process at a time.
+def load_op(name: str) -> bool:
+    """Compile an op that DeepSpeed builds at its first use, one process at a time; False where it cannot be built here.
 
     torch guards a build with a file that a killed process leaves behind, and every later one then waits for ever. The
     lock here goes with its process, so a guard that is there while it is held is such a leftover.
     """
-    if device.type != "cpu":
-        return
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
 
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    # Another ninja than before builds everything anew, and a shell that did not enter the environment may have none.
+    scripts = str(Path(sys.executable).parent)
+    if scripts not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = scripts + os.pathsep + os.environ.get("PATH", "")
+    builder = get_accelerator().create_op_builder(name)
     if builder is None or not builder.is_compatible():
-        return
+        return False
     folder = Path(_get_build_directory(builder.NAME, verbose=False))
     with open(folder / "pretrain.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
         builder.load(verbose=False)
+    return True
+
+
+def load_swap_ops() -> None:
+    """The ops that read and write swap files; ConfigError where they cannot be built, which takes minutes once."""
+    try:
+        load_op("PinMemoryBuilder")  # the next one's own, of which it would wait for a leftover guard
+        if load_op("AsyncIOBuilder"):
+            return
+        why = "its headers or a C++ compiler are not there"
+    except (RuntimeError, OSError) as e:
+        why = f"they did not build: {str(e).splitlines()[0]}"
+    raise ConfigError(
+        f'deepspeed.zero_optimization has device="nvme", which needs DeepSpeed\'s async_io op on {host()}, but {why}; '
+        f'install libaio-dev (libaio-devel) and g++, or set device="cpu"'
+    )
 
 
 class ZeroEngine:
@@ -99,13 +122,20 @@ class ZeroEngine:
         build_model: Callable[[], Llama],
         build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         accumulation: int,
-        device: torch.device,
+        world: World,
     ) -> None:
-        self.cfg, self.device = cfg, device
+        self.cfg, self.device = cfg, world.device
         self.stage = cfg.parallel.zero_stage
-        settings = deepspeed_config(cfg, accumulation, device)
-        deepspeed = import_deepspeed(device)
-        build_cpu_op(device)
+        settings = deepspeed_config(cfg, accumulation, world.device)
+        deepspeed = import_deepspeed(world.device)
+        if world.device.type == "cpu":
+            load_op("ShareMemCommBuilder")
+        zero = settings["zero_optimization"]
+        self._folders: dict[str, SwapFolder] = {}
+        if swapping(zero):
+            with torch.device("meta"):
+                sizes = [param.numel() for param in build_model().parameters()]
+            settings["zero_optimization"], self._folders = prepare_swapping(settings, sizes, world, load_swap_ops)
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_init_required=False)
         model = self._build(deepspeed, build_model, settings)
@@ -119,7 +149,10 @@ class ZeroEngine:
         self._keep: Keep | None = None
         self._kept: bool | None = None
         self._names = {name: p for name, p in model.named_parameters()}
-        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("world",))
+        offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+        where = "cpu" if offloaded else world.device.type  # copies for a checkpoint are as large as what was offloaded
+        self._mesh = init_device_mesh(where, (dist.get_world_size(),), mesh_dim_names=("world",))
+        self.state_is_copied = where == "cpu"
         self._make_moments()
 
     def _build(self, deepspeed: Any, build_model: Callable[[], Llama], settings: dict[str, Any]) -> Llama:
@@ -184,18 +217,22 @@ class ZeroEngine:
     def state(self) -> State:
         """Copies of this rank's rows of every tensor; one whole tensor exists at a time."""
         out: State = {}
-        for name, param in self._names.items():
-            for prefix, key in self._tensors_of(name):
-                out[prefix] = self._rows(self._full(param, key), _shape(param))
+        for number, names in enumerate(self._groups()):
+            with self._in_memory(number):
+                for name in names:
+                    param = self._names[name]
+                    for prefix, key in self._tensors_of(name):
+                        out[prefix] = self._rows(self._full(param, key), _shape(param))
         if "exp_avg" in moments(self.base):
             out["optim.step"] = next(self._flat_states())["step"].detach().clone().float()
         return out
 
     def held(self) -> Iterator[Held]:
         for number, flat in enumerate(self._flats()):
-            yield Held(f"masters of group {number}", flat)
-            for key in moments(self.base):
-                yield Held(f"{key} of group {number}", self.base.state[flat][key])
+            with self._in_memory(number):
+                yield Held(f"masters of group {number}", flat)
+                for key in moments(self.base):
+                    yield Held(f"{key} of group {number}", self.base.state[flat][key])
         # Stage 3 keeps small parameters gathered between steps; of the others nobody has a copy.
         whole = set(self._names.values() if self.stage < 3 else self.engine.optimizer.persistent_parameters)
         for name, param in self._names.items():
@@ -205,12 +242,16 @@ class ZeroEngine:
     def load(self, state: State) -> None:
         if self.stage == 3:  # small parameters stay gathered between steps, and would keep what they were
             self.engine.optimizer.checkpoint_event_prologue()
-        for name, param in self._names.items():
-            for prefix, key in self._tensors_of(name):
-                if prefix not in state:
-                    continue  # weights alone
-                value = state[prefix]
-                self._set(param, key, value.full_tensor() if isinstance(value, DTensor) else value)
+        for number, names in enumerate(self._groups()):
+            with self._in_memory(number, changed=True):
+                for name in names:
+                    for prefix, key in self._tensors_of(name):
+                        if prefix not in state:
+                            continue  # weights alone
+                        value = state[prefix]
+                        self._set(self._names[name], key, value.full_tensor() if isinstance(value, DTensor) else value)
+                if self.stage == 3:  # from the masters to what is gathered for computing
+                    self.engine.optimizer._reassign_or_swap_out_partitioned_parameters(number)
         if "optim.step" in state:
             for flat in self._flat_states():
                 flat["step"].fill_(float(state["optim.step"]))
@@ -223,13 +264,14 @@ class ZeroEngine:
 
     def _make_moments(self) -> None:
         """Give the flat partitions zero moments, as torch's first step would."""
-        for flat in self._flats():
-            state = self.base.state[flat]
-            if "exp_avg" in moments(self.base):
-                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=flat.device))
-            for key in moments(self.base):
-                if state.get(key) is None:
-                    state[key] = torch.zeros_like(flat, requires_grad=False)
+        for number, flat in enumerate(self._flats()):
+            with self._in_memory(number, changed=True):
+                state = self.base.state[flat]
+                if "exp_avg" in moments(self.base):
+                    state.setdefault("step", torch.zeros((), dtype=torch.float32, device=flat.device))
+                for key in moments(self.base):
+                    if state.get(key) is None:
+                        state[key] = torch.zeros_like(flat, requires_grad=False)
 
     def _flats(self) -> list[Tensor]:
         zero = self.engine.optimizer
@@ -238,8 +280,35 @@ class ZeroEngine:
     def _flat_states(self) -> Iterator[dict[str, Tensor]]:
         return (self.base.state[flat] for flat in self._flats())
 
+    def _groups(self) -> list[list[str]]:
+        """Names of the parameters by what is in memory together: at stage 3 DeepSpeed's groups, as `_flats`."""
+        if self.stage < 3:
+            return [list(self._names)]
+        names = {param.ds_id: name for name, param in self._names.items()}  # type: ignore[attr-defined]
+        return [[names[param.ds_id] for param in group] for group in self.engine.optimizer.fp16_groups]
+
+    @contextmanager
+    def _in_memory(self, number: int, *, changed: bool = False) -> Iterator[None]:
+        """Around the use of a group's masters and moments, which may lie in swap files; written there if `changed`."""
+        zero = self.engine.optimizer
+        swapped = self.stage == 3 and zero._swappable_optimizer_subgroup(number)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield
+        finally:
+            if swapped and changed:
+                zero._optimizer_states_and_gradient_swap_out(number)
+            elif swapped:
+                zero._release_swap_buffers(number)
+
     def _fragment(self, param: nn.Parameter, key: str | None) -> tuple[Tensor, int] | None:
-        """This rank's flat piece of a master or moment, and its place in the flattened parameter (stages 1, 2)."""
+        """This rank's flat piece of a master or moment, and its place in the flattened parameter."""
+        if self.stage == 3:
+            number, start, numel = self.engine.optimizer.grad_position[param.ds_id]  # type: ignore[attr-defined]
+            flat = self._flats()[number]
+            source = flat if key is None else self.base.state[flat][key]
+            return source.narrow(0, start, numel), numel * dist.get_rank()
         mapping = getattr(param, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -249,37 +318,33 @@ class ZeroEngine:
         return source.narrow(0, address.start, address.numel), mapping.lp_fragment_address.start
 
     def _full(self, param: nn.Parameter, key: str | None) -> Tensor:
-        if self.stage == 3:
-            return self.engine.optimizer.get_full_hp_param(param, key).view(_shape(param))
-        whole = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
         piece = self._fragment(param, key)
+        if self.stage == 3:
+            assert piece is not None
+            return self.engine.optimizer._fp32_state_allgather(param, piece[0])
+        whole = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
         if piece is not None:
             whole.narrow(0, piece[1], piece[0].numel()).copy_(piece[0])
         dist.all_reduce(whole)
         return whole.view_as(param)
 
     def _set(self, param: nn.Parameter, key: str | None, value: Tensor) -> None:
-        if self.stage == 3:
-            part = self.engine.optimizer._get_fp32_opt_state_partition(param, False, key)[0]
-            padded = value.new_zeros(part.numel() * dist.get_world_size())
-            padded[: value.numel()] = value.flatten()
-            mine = padded.narrow(0, part.numel() * dist.get_rank(), part.numel())
-            part.data.copy_(mine)
-            if key is None:
-                partition: Tensor = param.ds_tensor  # type: ignore[attr-defined]
-                partition.data.copy_(mine.view_as(partition))
-            return
         piece = self._fragment(param, key)
         if piece is not None:
-            piece[0].data.copy_(value.flatten().narrow(0, piece[1], piece[0].numel()))
-        if key is None:
+            flat, start = piece
+            mine = value.flatten()[start : start + flat.numel()]
+            flat.data[: mine.numel()].copy_(mine)
+            flat.data[mine.numel() :].zero_()  # a last rank's piece may be padded
+        if key is None and self.stage < 3:
             param.data.copy_(value)
 
     def _rows(self, full: Tensor, shape: torch.Size) -> DTensor:
         """This rank's rows of a whole tensor, as fully_shard would lay them out over all ranks."""
         pieces = torch.chunk(full, self._mesh.size(), dim=0)
         rank = self._mesh.get_local_rank()
-        local = pieces[rank].clone() if rank < len(pieces) else full.new_empty((0, *shape[1:]))
+        local = pieces[rank] if rank < len(pieces) else full.new_empty((0, *shape[1:]))
+        folder = self._folders.get("offload_optimizer")
+        local = local.to(self._mesh.device_type, copy=True) if folder is None else folder.hold(local)
         return DTensor.from_local(
             local,
             self._mesh,

@@ -54,8 +54,9 @@ class Checkpointer:
         self._host_meshes: dict[Any, DeviceMesh] = {}
         self._staged: dict[str, Tensor] = {}  # host memory that background saves copy into, by name
 
-    def save(self, step: int, state: State, meta: dict[str, Any], *, background: bool) -> None:
-        """Write the checkpoint of `step`; with `background`, return once the state is copied to host memory."""
+    def save(self, step: int, state: State, meta: dict[str, Any], *, background: bool, copied: bool = False) -> None:
+        """Write the checkpoint of `step`; with `background`, return once the state is copied to host memory, which it
+        is already where `copied`."""
         self.wait()
         start = time.perf_counter()
         needed = int(sum(t.numel() * t.element_size() for t in state.values()) * 1.01) + (1 << 20)
@@ -71,7 +72,7 @@ class Checkpointer:
         if not background:
             self._write(step, state, meta, rng, start)
             return
-        host = {name: self._to_host(name, tensor) for name, tensor in state.items()}
+        host = state if copied else {name: self._to_host(name, tensor) for name, tensor in state.items()}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         stall = time.perf_counter() - start

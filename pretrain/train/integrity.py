@@ -45,9 +45,8 @@ def differing_copies(held: Iterable[Held], world: World) -> str | None:
 
 def numbers_that_are_none(held: Iterable[Held], world: World) -> str | None:
     """Names a weight or moment that is not finite."""
-    held = list(held)
-    good = torch.stack([torch.isfinite(one.local).all() for one in held]).tolist()
-    bad = [f"{one.name} is not finite" for one, fine in zip(held, good, strict=True) if not fine]
+    names, good = zip(*((one.name, torch.isfinite(one.local).all()) for one in held), strict=True)
+    bad = [f"{name} is not finite" for name, fine in zip(names, torch.stack(good).tolist(), strict=True) if not fine]
     return _told("weights or moments are no numbers", bad, world)
 
 

@@ -196,7 +196,11 @@ class Trainer:
         if not again and (self.saved == self.done or (self.stop.hurry and self.checkpointer.writing)):
             return
         with self.meter.pause("save"), self.watchdog.paused():
-            self.checkpointer.save(self.done, self.engine.state(), self.meta(self), background=background)
+            self.checkpointer.wait()  # before the next state is made: it may be copies
+            copied = self.engine.state_is_copied
+            self.checkpointer.save(
+                self.done, self.engine.state(), self.meta(self), background=background, copied=copied
+            )
         self.saved = self.done
 
     def check_anomalies(self) -> None:

@@ -143,7 +143,7 @@ def accumulate(ranks: World, gradients: list[float], **changes: Any) -> tuple[li
     if cfg.parallel.engine == "zero":
         from pretrain.parallel.zero import ZeroEngine
 
-        engine: Any = ZeroEngine(cfg, OneWeight, make, len(gradients), ranks.device)  # type: ignore[arg-type]
+        engine: Any = ZeroEngine(cfg, OneWeight, make, len(gradients), ranks)  # type: ignore[arg-type]
     else:
         from pretrain.parallel.fsdp import FsdpEngine
         from pretrain.parallel.mesh import build_meshes
