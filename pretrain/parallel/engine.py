@@ -75,6 +75,10 @@ class Engine(Forward, Protocol):
         """Take a state of the same names, read in place into what `state()` gave."""
         ...
 
+    def close(self) -> None:
+        """Remove what it has on disks."""
+        ...
+
 
 def model_inputs(batch: Batch, *, mask_documents: bool, kernel: str) -> dict[str, Tensor | None]:
     """The keyword arguments of Llama.forward for a micro-batch."""

@@ -113,6 +113,9 @@ class FsdpEngine:
         if "optim.step" in state:
             set_update_count(self.optimizer, float(state["optim.step"]))
 
+    def close(self) -> None:
+        pass
+
 
 def shard_model(model: Llama, cfg: Config, meshes: Meshes, device: torch.device) -> None:
     """fully_shard every block, the embedding, the head with its norm, and the root with what is left.

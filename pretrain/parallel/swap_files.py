@@ -48,7 +48,7 @@ class SwapFolder:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=disk))
             lock = open(self.path / _LOCK, "w")  # noqa: SIM115
             fcntl.flock(lock, fcntl.LOCK_EX)
-        weakref.finalize(self, _remove, self.path, lock)
+        self.remove = weakref.finalize(self, _remove, self.path, lock)  # called at the end of a process, too
 
     def require_room(self, needed: int, ranks: int) -> None:
         """`needed` bytes for each of this machine's `ranks` ranks."""

@@ -258,6 +258,10 @@ class ZeroEngine:
         if self.stage == 3:
             self.engine.optimizer.checkpoint_event_epilogue()
 
+    def close(self) -> None:
+        for folder in self._folders.values():
+            folder.remove()
+
     def _tensors_of(self, name: str) -> list[tuple[str, str | None]]:
         named: list[tuple[str, str | None]] = [(f"model.{name}", None)]
         return named + [(f"optim.{key}.{name}", key) for key in moments(self.base)]

@@ -56,11 +56,14 @@ class Setup:
         self.anomalies = Anomalies(cfg.anomalies)
         self.inside = self._inside()
         self.loader: Loader | None = None
+        self.engine: Engine | None = None
         self.done = lambda: 0  # steps so far, for events of the data
 
     def close(self) -> None:
         if self.loader is not None:
             self.loader.close()
+        if self.engine is not None:
+            self.engine.close()
         self.sinks.close()
 
     def trainer(self, stop: Stop, resume: str, allow_change: set[str]) -> Trainer:
@@ -69,6 +72,7 @@ class Setup:
         self.loader = loader = self._open_data()
         start = self._starting_point(resume, allow_change, loader)
         engine = build_engine(cfg, self.layout, ranks, lambda model: build_optimizer(model, cfg.optimizer))
+        self.engine = engine
         self._describe(engine)
         state = engine.state()
         folder.require_room(folder.checkpoints_dir(run), sum(t.numel() * t.element_size() for t in state.values()))

@@ -38,6 +38,9 @@ def test_a_folder_goes_with_its_process_and_a_dead_ones_with_the_next_start(tmp_
     assert {foreign, living.path, other.path} == {path for path in tmp_path.iterdir() if path.is_dir()}
     del living
     assert {foreign, other.path} == {path for path in tmp_path.iterdir() if path.is_dir()}
+    other.remove()
+    other.remove()
+    assert {foreign} == {path for path in tmp_path.iterdir() if path.is_dir()}
 
 
 def test_a_held_copy_lies_in_a_file_without_a_name(tmp_path: Path) -> None:
