@@ -136,6 +136,18 @@ def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     p.set_defaults(run=_checkpoint)
 
 
+def _keep_every(run: Path) -> int:
+    """The run's own `checkpoint.keep_every`: what it keeps for ever is not this command's to remove."""
+    from pretrain.untrusted import read_toml
+
+    try:
+        return int(read_toml(run / "config.toml")["checkpoint"]["keep_every"])
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise ConfigError(
+            f"{run / 'config.toml'}: checkpoint.keep_every cannot be read ({e}), and without it nothing is removed"
+        ) from None
+
+
 def _checkpoint(args: argparse.Namespace) -> int:
     from pretrain.train import checkpoint_folder as folder
 
@@ -145,7 +157,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
     if args.action == "prune":
         if args.keep < 1:
             raise ConfigError(f"--keep {args.keep}: at least one checkpoint stays; set --keep 1 or more")
-        for name in folder.prune(run, args.keep):
+        for name in folder.prune(run, args.keep, _keep_every(run)):
             print(f"removed {name}")
         return 0
     bad = 0

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from pretrain.dist import World, all_ranks_ok, broadcast_object, gather_objects
+from pretrain.dist import World, agree_max, all_ranks_ok, broadcast_object, gather_objects
 from pretrain.errors import CheckpointError
 from pretrain.parallel.engine import State
 from pretrain.train import checkpoint_folder as folder
@@ -81,10 +81,10 @@ class Checkpointer:
         )
         self._thread.start()
 
-    @property
     def writing(self) -> bool:
-        """Whether a background save was started that `wait` has not yet seen through; the same on every rank."""
-        return self._thread is not None
+        """Whether any rank still writes a background save; collective."""
+        mine = self._thread is not None and self._thread.is_alive()
+        return agree_max(int(mine), self.world) > 0
 
     def wait(self) -> None:
         """Finish the save in flight, and what it has yet to delete, and raise what went wrong in it."""
@@ -126,7 +126,7 @@ class Checkpointer:
         if self.world.first:
             try:
                 folder.commit(self.run, step, files)
-                retired = folder.retire(self.run, self.keep, self.keep_every)
+                retired = folder.retire(self.run, self.keep, self.keep_every, until=step)
                 self._removal = threading.Thread(target=_remove, args=(retired,), name="removal", daemon=True)
                 self._removal.start()
                 seconds = time.perf_counter() - start

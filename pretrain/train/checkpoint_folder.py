@@ -181,24 +181,30 @@ def remove_leftovers(run: Path) -> list[str]:
     return names
 
 
-def retire(run: Path, keep: int, keep_every: int = 0) -> list[Path]:
+def retire(
+    run: Path, keep: int, keep_every: int = 0, *, until: int | None = None, verified: bool = False
+) -> list[Path]:
     """Take all whole checkpoints but the newest `keep` and every multiple of `keep_every` out of the list, by a new
     name: what is left to delete.
 
-    Damaged ones are left where they are, for a person to look at; the newest whole one is always among the kept. A link
-    is somebody's own arrangement.
+    Damaged ones are neither counted nor removed, for a person to look at; `verified` reads each byte of those that are
+    to be kept. Those of steps after `until` are not counted either: a run that has come to this step passed them over.
+    A link is somebody's own arrangement.
     """
-    whole = [found for found in list_checkpoints(run) if found.problem is None]
-    retired = []
-    for found in whole[: -max(1, keep)]:
-        if not (keep_every and found.step % keep_every == 0) and not found.path.is_symlink():
+    kept, retired = 0, []
+    for found in reversed(list_checkpoints(run)):
+        if found.problem is not None or (until is not None and found.step > until):
+            continue
+        if kept < max(1, keep):
+            kept += not verified or verify(found.path) is None
+        elif not (keep_every and found.step % keep_every == 0) and not found.path.is_symlink():
             retired.append(found.path.rename(found.path.with_suffix(".retired")))
-    return retired
+    return retired[::-1]
 
 
 def prune(run: Path, keep: int, keep_every: int = 0) -> list[str]:
-    """`retire` and delete; the names of the checkpoints that are no more."""
-    retired = retire(run, keep, keep_every)
+    """`retire` beside whole, verified ones, and delete; the names of the checkpoints that are no more."""
+    retired = retire(run, keep, keep_every, verified=True)
     for path in retired:
         shutil.rmtree(path)
     return [path.stem for path in retired]

@@ -172,7 +172,7 @@ class Trainer:
             self.sinks.event("anomaly", self.done, why=why)
         raise AnomalyError(
             f"at step {self.done} {why}; memory or processor of a host may be faulty: test it with pretrain doctor or "
-            f"leave it out, and start again: the newest checkpoint is of step {self.saved}"
+            f"leave it out, and start again: {self.newest_checkpoint()}"
         )
 
     def fetch(self) -> Step | None:
@@ -193,7 +193,7 @@ class Trainer:
     def save(self, *, background: bool, again: bool = False) -> None:
         """A checkpoint of this step, unless it has one; never of steps whose anomalies were not looked at."""
         self.check_anomalies()
-        if not again and (self.saved == self.done or (self.stop.hurry and self.checkpointer.writing)):
+        if not again and (self.saved == self.done or (self.stop.hurry and self.checkpointer.writing())):
             return
         with self.meter.pause("save"), self.watchdog.paused():
             self.checkpointer.wait()  # before the next state is made: it may be copies
@@ -202,6 +202,12 @@ class Trainer:
                 self.done, self.engine.state(), self.meta(self), background=background, copied=copied
             )
         self.saved = self.done
+
+    def newest_checkpoint(self) -> str:
+        """Of a run that is about to end: said when the save in flight is whole."""
+        with self.watchdog.paused():
+            self.checkpointer.wait()
+        return f"the newest checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint yet"
 
     def check_anomalies(self) -> None:
         """Do what the policy says about the first anomaly since the last look; the steps after it are its children."""
@@ -235,7 +241,7 @@ class Trainer:
         if stops:
             spent = f"; anomalies.budget={settings.budget} is used up" if exhausted else ""
             raise AnomalyError(
-                f"step {step}: {why}{spent}; the newest checkpoint is of step {self.saved}; "
+                f"step {step}: {why}{spent}; {self.newest_checkpoint()}; "
                 f"look at its rows {first} to {last} with pretrain-data inspect --step {step}, leave them "
                 f"out with data.skip=[[{first}, {last}]], or lower optimizer.lr, and start again"
             )

@@ -1,6 +1,7 @@
 """`python faulty.py FAULT ARGUMENTS`: `pretrain ARGUMENTS`, made to go wrong on rank 1. Not a test itself.
 
-FAULT: none; forward, loader, save (raise at step 5); hang (never come back from step 5); slow (0.05 s more a step).
+FAULT: none; forward, loader, save (raise at step 5); hang (never come back from step 5); slow (0.05 s more a step);
+slow-save (0.3 s more a file).
 """
 
 import os
@@ -55,6 +56,14 @@ def break_something(fault: str) -> None:
         FsdpEngine.forward = breaking(FsdpEngine.forward, 4)  # type: ignore[method-assign]
     elif fault in ("loader", "hang"):
         trainer.Loader.step = breaking(trainer.Loader.step, 4)  # type: ignore[method-assign]
+    elif fault == "slow-save":
+        plain_write = checkpoint.folder.write_file
+
+        def write(*args: Any) -> Any:
+            time.sleep(0.3)
+            return plain_write(*args)
+
+        checkpoint.folder.write_file = write
     elif fault == "save":
         checkpoint.folder.write_file = breaking(checkpoint.folder.write_file, 4)
 

@@ -152,6 +152,38 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all(
 
 
 @pytest.mark.slow
+def test_a_second_signal_does_not_take_a_save_that_is_done_for_one_in_flight(tmp_path: Path, data: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "c.toml", run, data, train__steps=2000, checkpoint__every=8)
+    with job(config, "slow") as ranks:
+        wait_for_step(run, 8, ranks)
+        while not folder.list_checkpoints(run):
+            time.sleep(0.02)
+        wait_for_step(run, steps_done(run) + 2, ranks)
+        for _ in range(2):
+            ranks[1].send_signal(signal.SIGTERM)
+            time.sleep(0.005)
+        assert wait_all(ranks, 60) == [75, 75]
+    outcome = read_outcome(run)
+    assert outcome is not None
+    assert folder.list_checkpoints(run)[-1].step == outcome["step"]
+
+
+@pytest.mark.slow
+def test_an_anomaly_sees_the_save_in_flight_through(tmp_path: Path, data: Path) -> None:
+    run = tmp_path / "run"
+    hot = {"optimizer__name": "sgd", "optimizer__lr": 1e30, "schedule__warmup_steps": 0}
+    config = write_config(tmp_path / "c.toml", run, data, checkpoint__every=1, metrics__every=1, **hot)
+    with job(config, "slow-save") as ranks:
+        assert wait_all(ranks, 60) == [70, 70]
+    outcome = read_outcome(run)
+    assert outcome is not None
+    [(step, _, problem)] = folder.list_checkpoints(run)
+    assert problem is None
+    assert f"the newest checkpoint is of step {step};" in outcome["message"]
+
+
+@pytest.mark.slow
 def test_a_second_start_of_a_living_run_is_refused(tmp_path: Path, data: Path) -> None:
     run = tmp_path / "run"
     config = write_config(tmp_path / "c.toml", run, data, train__steps=2000)

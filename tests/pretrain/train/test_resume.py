@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ranks import run_ranks
 from small import make_dataset
 
+from pretrain import cli
 from pretrain.errors import CheckpointError
 from pretrain.train import checkpoint_folder as folder
 from tests.pretrain.train.attempts import ENGINES, Job, events, final_state, lines, run_first_attempts, run_jobs
@@ -146,6 +147,25 @@ def test_prune_keeps_multiples_for_ever_and_the_newest_whole_one(tmp_path: Path)
         (6, True),
         (7, False),
     ]
+
+
+def test_what_is_damaged_inside_is_not_what_stays(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        whole_checkpoint(tmp_path, step)
+    (folder.step_dir(tmp_path, 6) / "weights.bin").write_bytes(bytes(99) + b"1")  # of the right size
+    assert folder.prune(tmp_path, keep=1) == ["step-00000002"]
+    whole_checkpoint(tmp_path, 5)  # of a run that has passed 6 over
+    assert [path.stem for path in folder.retire(tmp_path, keep=1, until=5)] == ["step-00000004"]
+    assert [found.step for found in folder.list_checkpoints(tmp_path)] == [5, 6]
+
+
+def test_the_command_removes_none_that_the_run_keeps_for_ever(tmp_path: Path) -> None:
+    for step in (2, 3, 4, 6):
+        whole_checkpoint(tmp_path, step)
+    assert cli.main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 2, "nobody knows what it keeps"
+    (tmp_path / "config.toml").write_text("checkpoint = {keep_every = 4}")
+    assert cli.main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 0
+    assert [found.step for found in folder.list_checkpoints(tmp_path)] == [4, 6]
 
 
 def test_a_removal_that_is_cut_short_is_no_checkpoint_and_is_finished_by_the_next_start(tmp_path: Path) -> None:
