@@ -49,6 +49,7 @@ Int = Annotated[int, BeforeValidator(_whole)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Positive = Annotated[Int, Field(ge=1)]
 Count = Annotated[Int, Field(ge=0)]
+Seconds = Annotated[Float, Field(gt=0, le=30 * 86_400)]
 Location = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """A file or folder; ~ is read as a shell would, which leaves it alone in run.dir=~/x."""
 
@@ -62,9 +63,9 @@ class RunConfig(Table):
     dir: Location  # * everything that this run writes
     seed: Annotated[Int, Field(ge=0, lt=2**63 - 2**20)] = 1234
     deterministic: Flag = False  # refuse operations whose result may differ from run to run
-    timeout_seconds: Annotated[Float, Field(gt=0)] = 600.0  # a collective that takes longer ends the job
+    timeout_seconds: Seconds = 600.0  # a collective that takes longer ends the job
     hang_factor: Annotated[Float, Field(ge=0)] = 30.0  # times the median step that make a hang; 0: never
-    hang_seconds: Annotated[Float, Field(gt=0)] = 300.0  # a shorter step is never a hang
+    hang_seconds: Seconds = 300.0  # a shorter step is never a hang
     gc_every: Count = 100  # optimizer steps between Python garbage collections, on all ranks; 0: Python's own
 
 
@@ -205,7 +206,7 @@ class ScheduleConfig(Table):
 
 class ParallelConfig(Table):
     engine: Literal["fsdp", "zero"] = "fsdp"
-    zero_stage: Literal[1, 2, 3] = 3
+    zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(_number)] = 3
     dp_replicate: Positive = 1
     dp_shard: Int = -1  # ranks; -1: what is left of the world
     accumulate: Literal["reduce", "local"] = "reduce"

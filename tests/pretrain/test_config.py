@@ -87,6 +87,13 @@ REFUSED = [
     ("deepspeed.fp16={enabled=true} + parallel.engine=zero", ["deepspeed.fp16", "precision.compute"]),
     ("deepspeed.foo=1 + parallel.engine=zero", ["deepspeed.foo=1", "zero_optimization"]),
     ("deepspeed.zero_optimization={stage=1} + parallel.engine=zero", ["zero_optimization", "zero_stage=3"]),
+    (
+        "deepspeed.zero_optimization.reduce_bucket_size=big + parallel.engine=zero",
+        ["deepspeed.zero_optimization.reduce_bucket_size='big'", "a whole number of at least 1"],
+    ),
+    ("parallel.zero_stage=true + parallel.engine=zero", ["parallel.zero_stage", "True", "number"]),
+    ("run.timeout_seconds=1e300", ["run.timeout_seconds", "1e+300", "less than or equal to 2592000"]),
+    ("run.hang_seconds=1e10", ["run.hang_seconds", "less than or equal to 2592000"]),
     ("optimizer.momentum=0.9", ["optimizer.momentum", "adamw"]),
     ("metrics.wandb_mode=offline", ["metrics.wandb_mode", "metrics.sinks"]),
     ("init.load=all", ["init.load", "init.from"]),
