@@ -197,10 +197,13 @@ def verify_together(path: Path, world: World) -> str | None:
     return problem
 
 
-def read_state(path: Path, state: State) -> None:
-    """Fill the tensors of `state` in place from a checkpoint, resharding as needed; CheckpointError if names differ."""
+def read_state(path: Path, state: State, *, part: bool = False) -> None:
+    """Fill the tensors of `state` in place from a checkpoint, resharding as needed.
+
+    CheckpointError if names or shapes differ; `state` is a whole model, or a `part` of one.
+    """
     reader = Reader(path)
-    _check_names(reader.read_metadata(), state, path)
+    _check_names(reader.read_metadata(), state, path, part=part)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _quiet_alone():
         dcp.load(state, storage_reader=reader, planner=planner)
@@ -246,7 +249,7 @@ def _write_meta(path: Path, meta: dict[str, Any]) -> folder.Entry:
     return folder.write_file(path / folder.META, [(json.dumps(meta, indent=1) + "\n").encode()])
 
 
-def _check_names(metadata: Metadata, state: State, path: Path) -> None:
+def _check_names(metadata: Metadata, state: State, path: Path, *, part: bool) -> None:
     stored = {
         name: tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
@@ -255,6 +258,12 @@ def _check_names(metadata: Metadata, state: State, path: Path) -> None:
     missing = sorted(set(state) - set(stored))
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of this run, first {missing[0]}")
+    extra = sorted(name for name in set(stored) - set(state) if name.startswith("model."))
+    if extra and not part:
+        raise CheckpointError(
+            f"{path} has {len(extra)} tensors that this run's model would drop: {', '.join(extra[:3])}"
+            f"{', ...' if len(extra) > 3 else ''}; give [model] the checkpoint's sizes (n_layers, tie_embeddings)"
+        )
     for name, tensor in state.items():
         if tuple(tensor.shape) != stored[name]:
             raise CheckpointError(f"{path}: {name} is {stored[name]} there and {tuple(tensor.shape)} in this run")

@@ -125,7 +125,7 @@ def read_weights(stored: StoredModel, names: Iterable[str]) -> dict[str, Tensor]
     """Some weights, whole, in fp32, on the CPU."""
     shapes = weight_shapes(stored.model)
     weights = {name: torch.empty(shapes[name]) for name in names}
-    read_state(stored.path, {f"model.{name}": weight for name, weight in weights.items()})
+    read_state(stored.path, {f"model.{name}": weight for name, weight in weights.items()}, part=True)
     return weights
 
 

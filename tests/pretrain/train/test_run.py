@@ -227,6 +227,12 @@ def test_init_takes_weights_from_another_run_only_once(tmp_path: Path, data: Pat
     for name, tensor in load_model_weights(folder.newest_whole(tmp_path / "b")).items():
         assert torch.allclose(tensor, source[name], atol=1e-6), name
     assert next(iter(read_records(tmp_path / "b" / "metrics.jsonl")))["step"] == 1
+    for less, dropped in (
+        ({"model__n_layers": 1}, "9 tensors that this run's model would drop: model.layers.1."),
+        ({"model__tie_embeddings": True}, "1 tensors that this run's model would drop: model.output.weight; "),
+    ):
+        assert start(ranks, small_config(tmp_path / "c", data, **changes, **less)) == "refused"
+        assert dropped in outcome(tmp_path / "c")["message"]
 
 
 def test_room_is_checked_before_the_first_step(
