@@ -5,6 +5,19 @@ import json
 import signal
 from pathlib import Path
 
+from pretrain.errors import ConfigError
+
+_BOUNDS = {
+    "expect_gpus": (0, 1024),
+    "timeout": (1, 30 * 86_400),
+    "max_clock_skew": (0, 86_400),
+    "min_free_disk": (0, 10**9),
+    "max_used_memory": (0, 10**6),
+    "min_allreduce": (0, 10**6),
+    "min_share_of_median": (0, 1),
+    "message_mib": (1, 1 << 16),
+}
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     p = commands.add_parser("doctor", help="is this machine, or are all nodes of a job, fit to train?")
@@ -25,6 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    _check(args)
     signal.alarm(args.timeout)  # a collective that never ends is ended: the process dies of SIGALRM
     from pretrain import doctor
 
@@ -38,3 +52,15 @@ def _doctor(args: argparse.Namespace) -> int:
         return 0
     print(json.dumps({"fit": report.fit, **report._asdict()}) if args.json else doctor.describe(report), flush=True)
     return 0 if report.fit else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: set a number from {least:,} to {most:,}")
+    # In a job a folder that is not there is a problem of the node, which goes into its report.
+    if args.folder is not None and args.report is None and not args.folder.is_dir():
+        raise ConfigError(
+            f"--run {args.folder}: no such folder; make it, or leave --run out to look at this one's disk"
+        )

@@ -87,6 +87,8 @@ def look_at_node(limits: Limits, run: Path | None) -> tuple[dict[str, Any], list
     if limits.expect_gpus is not None and gpus != limits.expect_gpus:
         problems.append(f"{gpus} GPUs are seen, {limits.expect_gpus} expected")
     folder = _existing(run or Path.cwd())
+    if run is not None and not run.is_dir():
+        problems.append(f"{FOLDER} {run} is not there")
     free = shutil.disk_usage(folder).free / 2**30
     if free < limits.min_free_disk_gib:
         problems.append(f"{FOLDER} has {free:.1f} GiB free under {folder}, {limits.min_free_disk_gib:g} wanted")

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretrain import doctor
+import pytest
+
+from pretrain import cli, doctor
 from pretrain.doctor import Limits
 from tests.ranks import run_ranks
 
@@ -121,6 +123,27 @@ def test_ranks_look_together_and_the_report_is_where_the_launcher_reads_it(tmp_p
     assert facts["problems"] == {"node0": [], "node1": [], "node2": []}
     assert json.loads((tmp_path / "summary.json").read_text())["facts"]["ranks"] == 3
     assert sorted(path.name for path in tmp_path.glob("node-*")) == [f"node-node{i}.json" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--run", "/nonexistent"], "--run /nonexistent: no such folder"),
+        (["--message-mib", "-1"], "--message-mib -1: set a number from 1 to"),
+        (["--timeout", "0"], "--timeout 0: set a number from 1 to"),
+        (["--min-share-of-median", "nan"], "--min-share-of-median nan: set a number from 0 to 1"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_look_at_or_wait_for(
+    option: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *option]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_in_a_job_a_folder_that_is_not_there_is_a_problem_of_the_node(tmp_path: Path) -> None:
+    _, problems = doctor.look_at_node(Limits(min_free_disk_gib=0.0), tmp_path / "run")
+    assert f"the run's folder {tmp_path / 'run'} is not there" in problems
 
 
 def test_the_command_ends_with_1_and_names_what_is_missing(tmp_path):
