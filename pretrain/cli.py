@@ -87,14 +87,16 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _train(args: argparse.Namespace) -> int:
     from pretrain.config_file import load_config
+    from pretrain.train.resume import check_allowed
 
     cfg = load_config(args.config, args.overrides)
     if (size := os.environ.get("WORLD_SIZE")) is not None:
         cfg.layout(int(size))  # refused here, before torch is loaded
+    allowed = {key.strip() for key in args.allow_change.split(",") if key.strip()}
+    check_allowed(allowed, cfg.model_dump(by_alias=True))
     from pretrain.dist import launch_environment
     from pretrain.train.run import run_training
 
-    allowed = {key.strip() for key in args.allow_change.split(",") if key.strip()}
     faulthandler.enable(2)  # a rank that dies in C++ leaves its stacks in the log
     try:
         status = run_training(cfg, resume=args.resume, allow_change=allowed)
@@ -160,10 +162,15 @@ def _checkpoint(args: argparse.Namespace) -> int:
         for name in folder.prune(run, args.keep, _keep_every(run)):
             print(f"removed {name}")
         return 0
-    bad = 0
+    bad, shown = 0, 0
     for found in folder.list_checkpoints(run):
         problem = found.problem or (folder.verify(found.path) if args.action == "verify" else None)
-        bad += problem is not None
-        size = sum(f.stat().st_size for f in found.path.iterdir() if f.is_file())
+        try:
+            size = sum(f.stat().st_size for f in found.path.iterdir() if f.is_file())
+        except FileNotFoundError:
+            continue  # a living run has taken it away meanwhile
+        bad, shown = bad + (problem is not None), shown + 1
         print(f"{found.path.name}  {size / 2**20:10.1f} MiB  {problem or 'whole'}")
+    if not shown:
+        print(f"no checkpoint in {run}")
     return 2 if bad and args.action == "verify" else 0

@@ -100,7 +100,8 @@ def verify(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> dict[str, Entry]:
-    """File name -> {bytes, checksum}; CheckpointError when it is absent, damaged or names files outside its folder."""
+    """File name -> {bytes, checksum}; CheckpointError when it is absent, damaged, of another step than its folder
+    or names files outside it."""
     try:
         manifest = untrusted.read_json(path / MANIFEST)
         number, files = manifest["format"], manifest["files"].items()
@@ -119,6 +120,11 @@ def read_manifest(path: Path) -> dict[str, Entry]:
             raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of this folder")
         if str(entry["checksum"]).partition(":")[0] not in _CHECKSUMS:
             raise CheckpointError(f"{MANIFEST} gives {name} the checksum {entry['checksum']!r}, of no kind known here")
+    named = _NAME.fullmatch(path.name)
+    step = manifest.get("step")
+    if named and step != int(named[1]):
+        mend = f"; name it {step_dir(path, step).name}" if type(step) is int else ""
+        raise CheckpointError(f"{MANIFEST} is of step {step!r}, but the folder is named {path.name}{mend}")
     return checked
 
 

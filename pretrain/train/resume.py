@@ -1,5 +1,6 @@
 """What may differ between a checkpoint and the run that resumes from it. Pure functions on plain values, no torch."""
 
+import difflib
 from typing import Any
 
 from pretrain.errors import ConfigError
@@ -42,10 +43,17 @@ def compare_configs(
             f"this would bend the course of the run: {'; '.join(unnamed)}; "
             f"restore these, or say so with --allow-change {keys}"
         )
-    unknown = allowed - set(new)
-    if unknown:
-        raise ConfigError(f"--allow-change {','.join(sorted(unknown))}: no such key")
     return changed
+
+
+def check_allowed(allowed: set[str], now: dict[str, Any]) -> None:
+    """ConfigError for what `--allow-change` names and no start can change."""
+    known = [key for key in flatten(now) if _under(key, _BY_NAME) and not _under(key, _FIXED)]
+    for key in sorted(allowed - set(known)):
+        word = key.rpartition(".")[2]
+        near = [name for name in known if name.endswith(f".{word}")] or difflib.get_close_matches(key, known, n=1)
+        mend = f"did you mean {near[0]}?" if near else f"it takes keys of {', '.join(_BY_NAME)}"
+        raise ConfigError(f"--allow-change {key}: no setting that may change on resume; {mend}")
 
 
 def flatten(tables: dict[str, Any]) -> dict[str, Any]:

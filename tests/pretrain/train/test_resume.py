@@ -13,11 +13,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ranks import run_ranks
-from small import make_dataset
+from small import make_dataset, small_config
 
 from pretrain import cli
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, ConfigError
 from pretrain.train import checkpoint_folder as folder
+from pretrain.train.resume import check_allowed
 from tests.pretrain.train.attempts import ENGINES, Job, events, final_state, lines, run_first_attempts, run_jobs
 
 
@@ -176,6 +177,55 @@ def test_a_removal_that_is_cut_short_is_no_checkpoint_and_is_finished_by_the_nex
     (retired[0] / "manifest.json").unlink()
     assert folder.remove_leftovers(tmp_path) == ["step-00000001.retired", "step-00000002.retired"]
     assert [path.name for path in folder.checkpoints_dir(tmp_path).iterdir()] == ["step-00000003"]
+
+
+def test_a_checkpoint_in_a_folder_of_another_step_is_passed_over(tmp_path: Path) -> None:
+    for step in (2, 4):
+        whole_checkpoint(tmp_path, step)
+    folder.step_dir(tmp_path, 2).rename(folder.step_dir(tmp_path, 99999999))
+    said: list[str] = []
+    assert folder.newest_whole(tmp_path, said.append) == folder.step_dir(tmp_path, 4)
+    assert said == [
+        "step-99999999 is passed over: manifest.json is of step 2, but the folder is named step-99999999; "
+        "name it step-00000002"
+    ]
+
+
+def test_the_command_says_when_there_is_no_checkpoint_and_skips_those_that_go_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.checkpoints_dir(tmp_path).mkdir()
+    for action in ("list", "verify"):
+        assert cli.main(["checkpoint", action, str(tmp_path)]) == 0
+        assert capsys.readouterr().out == f"no checkpoint in {tmp_path}\n"
+    for step in (1, 2):
+        whole_checkpoint(tmp_path, step)
+
+    def verify(path: Path) -> str | None:
+        folder.retire(tmp_path, keep=1)  # as a living run beside this command
+        return folder.problem_at_a_glance(path)
+
+    monkeypatch.setattr(folder, "verify", verify)
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("key", "mend"),
+    [
+        ("train.stepz", "did you mean train.steps?"),
+        ("lr", "did you mean optimizer.lr?"),
+        ("nonsense", "it takes keys of train, optimizer, schedule, precision"),
+        ("model.n_layers", "no setting that may change on resume"),
+    ],
+)
+def test_a_change_that_no_start_can_make_is_refused_by_the_first_start_too(key: str, mend: str) -> None:
+    now = small_config("run", "data").model_dump(by_alias=True)
+    check_allowed({"train.steps", "optimizer.lr"}, now)
+    with pytest.raises(ConfigError) as error:
+        check_allowed({"train.steps", key}, now)
+    assert f"--allow-change {key}: " in str(error.value)
+    assert mend in str(error.value)
 
 
 def test_a_checkpoint_of_format_2_is_verified_by_its_sha256(tmp_path: Path) -> None:
