@@ -139,7 +139,7 @@ def load_cluster(path: str | Path) -> Cluster:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such cluster file; docs/slurm.md says how to write one") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: cannot be read as a cluster file: {e}") from None
     try:
         return Cluster.model_validate(raw)

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from launch import ledger, slurm_commands
+from launch import ledger, run_folder, slurm_commands
 from pretrain.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def require_free(run: Path, name: str, say: Callable[[str], None]) -> None:
     """
     try:
         held = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["run"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *run_folder.BROKEN, KeyError, TypeError):
         held = name
     if held != name:
         raise ConfigError(f"run.dir={str(run)!r} holds the run named {held!r}, not run.name={name!r}; choose another")

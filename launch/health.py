@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch import run_folder
+
 if TYPE_CHECKING:
     from launch.cluster import Cluster
 
@@ -60,6 +62,6 @@ def _read(paths: Any) -> list[dict[str, Any]]:
     for path in paths:
         try:
             notes.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+        except (OSError, *run_folder.BROKEN):
             continue
     return notes

@@ -14,6 +14,9 @@ REFUSAL = "PRETRAIN_REFUSAL"
 """Names the file in which `pretrain` leaves the words of a refusal: torchrun hides its status, and where the run's
 folder is not its own there is no outcome."""
 
+BROKEN = (ValueError, RecursionError)
+"""What parsing a damaged file raises; RecursionError where brackets stand in brackets without end."""
+
 
 class Stamp(NamedTuple):
     """Tells one outcome.json from the next that replaces it."""
@@ -46,7 +49,7 @@ def outcome_since(run: Path, before: Stamp | None) -> dict[str, Any] | None:
 def read_outcome(run: Path) -> dict[str, Any] | None:
     try:
         outcome = json.loads((run / "outcome.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, *BROKEN):
         return None
     return outcome if isinstance(outcome, dict) and isinstance(outcome.get("status"), int) else None
 
@@ -61,7 +64,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except BROKEN:
             continue
         if isinstance(record, dict):
             found.append(record)

@@ -65,7 +65,7 @@ def read_points(folder: Path, chdir: Path) -> list[Point]:
         raise ConfigError(
             f"{path}: no such file; make the folder with pretrain scale ladder LADDER.toml --out"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, *run_folder.BROKEN, KeyError, TypeError) as e:
         raise ConfigError(f"{path}: cannot be read as a ladder's table ({type(e).__name__}: {e})") from None
     points = []
     for row in rows:

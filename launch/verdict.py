@@ -92,7 +92,7 @@ def blame(attempt: Path) -> dict[str, str]:
     for path in attempt.glob("task-*.json"):
         try:
             notes.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+        except (OSError, *run_folder.BROKEN):
             continue
     failed = [note for note in notes if note.get("status") != 0 and note.get("first_gone") is not None]
     if not failed:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import free, ledger, slurm_commands, status
+from launch import free, health, ledger, run_folder, slurm_commands, status, sweep, verdict
 from launch.cli import main
+from launch.cluster import load_cluster
 from pretrain.errors import ConfigError
 from tests.launch.tiny_run import write_config
 
@@ -70,6 +71,26 @@ def test_stop_leaves_the_file_that_the_run_honours(run, capsys, monkeypatch):
     assert "state     waiting in SLURM's queue\njob       5 (PENDING: BeginTime)" in status.describe(run)
     (run / "outcome.json").write_text('{"status": 75, "reason": "time_limit", "step": 40}')
     assert "state     waiting to go on after time_limit at step 40 (status 75)" in status.describe(run)
+
+
+def test_files_nested_without_end_are_damaged_like_any_other(run, tmp_path):
+    deep = "[" * 100_000
+    (run / "outcome.json").write_text(deep)
+    assert run_folder.read_outcome(run) is None
+    (run / "events.jsonl").write_text(f'{{"event": "start"}}\n{deep}\n{{"event": "start"}}\n')
+    assert len(run_folder.records(run / "events.jsonl")) == 2
+    (run / "config.toml").write_text(f"a = {deep}")
+    free.require_free(run, "run", print)
+    for read in (verdict.blame, health.bad_nodes):
+        for name in ("task-0.json", "node-0.json"):
+            (tmp_path / name).write_text(deep)
+        assert read(tmp_path) == {}
+    (tmp_path / "table.json").write_text(deep)
+    with pytest.raises(ConfigError, match=r"table.json: cannot be read"):
+        sweep.read_points(tmp_path, tmp_path)
+    (tmp_path / "cluster.toml").write_text(f"a = {deep}")
+    with pytest.raises(ConfigError, match=r"cluster.toml: cannot be read"):
+        load_cluster(tmp_path / "cluster.toml")
 
 
 def test_a_run_that_has_ended_has_nothing_to_stop_and_a_stale_stop_is_removed_by_the_next_start(run, capsys):
