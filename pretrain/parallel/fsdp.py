@@ -134,7 +134,8 @@ def shard_model(model: Llama, cfg: Config, meshes: Meshes, device: torch.device)
     shard = partial(fully_shard, mesh=meshes.shard, mp_policy=policy, offload_policy=offload)
     reshard = cfg.parallel.reshard_after_forward
     if not cfg.model.tie_embeddings:
-        shard(model.tok_embeddings, reshard_after_forward=reshard)
+        embeddings = shard(model.tok_embeddings, reshard_after_forward=reshard)
+        embeddings.set_unshard_in_backward(False)  # a row's gradient does not depend on it
         # Backward starts with the head: freeing it after forward would only gather it again.
         shard([model.norm, model.output], reshard_after_forward=False)
     for block in model.layers:
