@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,8 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
-        if note := os.environ.get("PRETRAIN_REFUSAL"):  # of a launcher, to which torchrun shows no status
-            Path(note).write_text(f"{e}\n", encoding="utf-8")
+        _told_launcher(e)
         return 2
     except (CheckpointError, MachineError) as e:
         print(f"error: {e}", file=sys.stderr)
@@ -87,20 +87,22 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _train(args: argparse.Namespace) -> int:
     from pretrain.config_file import load_config
-    from pretrain.train.resume import check_allowed
 
     cfg = load_config(args.config, args.overrides)
-    if (size := os.environ.get("WORLD_SIZE")) is not None:
-        cfg.layout(int(size))  # refused here, before torch is loaded
-    allowed = {key.strip() for key in args.allow_change.split(",") if key.strip()}
-    check_allowed(allowed, cfg.model_dump(by_alias=True))
-    from pretrain.dist import launch_environment
+    from pretrain.dist import launch_environment, under_torchrun
     from pretrain.train.run import run_training
 
+    allowed = {key.strip() for key in args.allow_change.split(",") if key.strip()}
     faulthandler.enable(2)  # a rank that dies in C++ leaves its stacks in the log
     try:
         status = run_training(cfg, resume=args.resume, allow_change=allowed)
-    except (ConfigError, MachineError):
+    except ConfigError as e:  # on all ranks alike
+        if not under_torchrun() or not _told_launcher(e):
+            raise
+        if launch_environment()["rank"] == 0:
+            print(f"error: {e}", file=sys.stderr)
+        _leave(0)
+    except MachineError:
         raise
     except BaseException:
         # A crash. Tear-down would wait for ranks that wait for this one, so leave at once; torchrun ends the others.
@@ -115,9 +117,18 @@ def _train(args: argparse.Namespace) -> int:
     return status
 
 
+def _told_launcher(refusal: ConfigError) -> bool:
+    """Leave the words where a launcher asked for them: torchrun shows it no status of a rank."""
+    note = os.environ.get("PRETRAIN_REFUSAL")
+    with suppress(OSError):
+        return note is not None and Path(note).write_text(f"{refusal}\n", encoding="utf-8") > 0
+    return False
+
+
 def _leave(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk below the output changes nothing about the status
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 

@@ -68,7 +68,8 @@ class Sinks:
             except Exception as error:
                 self._complain(name, error)
         if self._events is not None:
-            self._events.close()
+            with contextlib.suppress(OSError):  # of a full disk, perhaps over the error that it has caused
+                self._events.close()
             self._events = None
 
     def _complain(self, name: str, error: Exception) -> None:

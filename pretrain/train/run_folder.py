@@ -12,7 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -94,24 +94,50 @@ def only_start(run: Path, world: World) -> Iterator[None]:
         if world.first:
             try:
                 run.mkdir(parents=True, exist_ok=True)
-                _refuse_links(run)
-                lock = held.enter_context(open(run / "lock", "a+", encoding="utf-8"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                lock.truncate(0)
-                lock.write(f"process {os.getpid()} on {host()}")
-                lock.flush()
+                held.enter_context(_locked(run))
             except ConfigError as e:
                 error = e
-            except BlockingIOError:
-                lock.seek(0)
-                error = ConfigError(
-                    f"run.dir={str(run)!r} is in use by {lock.read() or 'another start of this run'}; "
-                    f"wait for its end, stop it with touch {run / 'STOP'}, or choose another run.dir"
-                )
             except OSError as e:
-                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
-                    error = ConfigError(f"run.dir={str(run)!r} cannot be used: {e}")
+                error = ConfigError(f"run.dir={str(run)!r} cannot be used: {e}")
         all_ranks_ok(error, world)
+        yield
+
+
+def record_refusal(cfg: Config, message: str, *, first: bool) -> bool:
+    """Write the outcome of a start that was refused before its ranks met; whether there is one, as far as a rank knows.
+
+    Only rank 0 (`first`) writes, and only where this run's folder exists and no start of it is alive.
+    """
+    run = Path(cfg.run.dir)
+    try:
+        _refuse_another_run(cfg, run)
+        if first and run.is_dir():
+            with _locked(run):
+                write_outcome(run, "refused", 0, next_attempt(run), message)
+    except (ConfigError, OSError):
+        return False
+    return run.is_dir()
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    """Unbuffered: what a full disk refuses would come up again when the file is closed, over the refusal."""
+    _refuse_links(run)
+    with open(run / "lock", "a+b", buffering=0) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {host()}".encode())
+        except BlockingIOError:
+            lock.seek(0)
+            who = lock.read().decode(errors="replace") or "another start of this run"
+            raise ConfigError(
+                f"run.dir={str(run)!r} is in use by {who}; "
+                f"wait for its end, stop it with touch {run / 'STOP'}, or choose another run.dir"
+            ) from None
+        except OSError as e:
+            if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+                raise
         yield
 
 
@@ -131,7 +157,8 @@ def rank_log(run: Path, ranks: World) -> Iterator[None]:
     finally:
         logging.captureWarnings(False)
         root.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # of a full disk, over the error that it has caused
+            handler.close()
 
 
 def next_attempt(run: Path) -> int:

@@ -5,8 +5,9 @@ Each refusal of what cannot work happens here, before the first step, on all ran
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from pretrain.train.run_folder import record_start, write_config
 from pretrain.train.stop import Stop
 from pretrain.train.trainer import Trainer
 from pretrain.train.watchdog import Watchdog
+
+T = TypeVar("T")
 
 
 class Setup:
@@ -109,8 +112,9 @@ class Setup:
 
     def _open_data(self) -> Loader:
         """The loader; every refusal of the data happens here, on all ranks alike."""
-        cfg, error = self.cfg, None
-        try:
+        cfg = self.cfg
+
+        def opened() -> Loader:
             loader = Loader(
                 cfg.data,
                 seed=cfg.run.seed,
@@ -122,12 +126,22 @@ class Setup:
                 events=self._data_event,
             )
             loader.check_vocab(cfg.model.vocab_size)
-        except (ConfigError, DataError) as e:
-            error = e
-        all_ranks_ok(error, self.ranks)
+            return loader
+
+        loader = self._on_all_ranks(opened)
         if self.ranks.first:
             self._copy_tokenizer()
         return loader
+
+    def _on_all_ranks(self, opened: Callable[[], T]) -> T:
+        """What this rank has opened, unless a rank, each with a disk of its own perhaps, finds its data wanting."""
+        error = None
+        try:
+            result = opened()
+        except (ConfigError, DataError) as e:
+            error = e
+        all_ranks_ok(error, self.ranks)
+        return result
 
     def _data_event(self, event: str, **details: Any) -> None:
         self.sinks.event(event, self.done(), **details)
@@ -283,13 +297,15 @@ class Setup:
         if not cfg.eval.every:
             return None
         micro = cfg.eval.micro_batch_size or cfg.train.micro_batch_size
-        rows = Validation(
-            cfg.data,
-            micro_batch_size=micro,
-            dp_rank=self.layout.dp_rank(self.ranks.rank),
-            dp_world=self.layout.dp,
-            device=self.ranks.device,
-            events=self._data_event,
+        rows = self._on_all_ranks(
+            lambda: Validation(
+                cfg.data,
+                micro_batch_size=micro,
+                dp_rank=self.layout.dp_rank(self.ranks.rank),
+                dp_world=self.layout.dp,
+                device=self.ranks.device,
+                events=self._data_event,
+            )
         )
         if not rows.targets:
             if "every" in cfg.eval.model_fields_set:
@@ -299,7 +315,7 @@ class Setup:
                 )
             self.sinks.say("no validation rows in data.sources: nothing to evaluate")
             return None
-        return lambda hurry: evaluate(engine, rows, self.ranks, hurry)
+        return lambda leave: evaluate(engine, rows, self.ranks, leave)
 
     def _watchdog(self) -> Watchdog:
         run, rank = self.cfg.run, self.ranks.rank

@@ -30,7 +30,7 @@ from pretrain.train.schedule import lr_at
 from pretrain.train.stop import Reason, Stop
 from pretrain.train.watchdog import Watchdog
 
-Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
+Evaluate = Callable[[Callable[[bool], bool]], dict[str, float] | None]
 
 
 class Unseen(NamedTuple):
@@ -72,7 +72,7 @@ class Trainer:
         self.watchdog = watchdog
         self.saved = done  # the newest step that is in a checkpoint
         self._begun = done
-        self._data_error: DataError | None = None
+        self._no_data = ""  # what this rank could not read
         self._unseen: list[Unseen] = []
         self._upcoming: Step | None = None
 
@@ -82,7 +82,7 @@ class Trainer:
         if cfg.anomalies.policy == "rollback" and self.done == 0:
             self.save(background=False, again=True)  # there must be one to go back to
         self._upcoming = self.fetch()
-        stopping = self.stop.agreed(self.world, no_data=self._upcoming is None)
+        stopping, why = self.stop_agreed()
         meter.restart_clock()
         with garbage_collection_at_fixed_steps(cfg.run.gc_every) as collect, self.watchdog.watching():
             while self.done < cfg.steps and not stopping:
@@ -109,15 +109,12 @@ class Trainer:
                     self.stop_if_corrupt(differing_copies(engine.held(), self.world))
                 if self.evaluate is not None and due(self.done, cfg.eval.every, cfg.steps):
                     self.validate(self.evaluate)
-                stopping = self.stop.agreed(self.world, no_data=self._upcoming is None and self.done < cfg.steps)
+                stopping, why = self.stop_agreed()
                 if stopping or due(self.done, cfg.checkpoint.every, cfg.steps):
                     self.save(background=cfg.checkpoint.async_ and not stopping and self.done < cfg.steps)
         self.checkpointer.wait()
-        if stopping is Reason.data and self.done < cfg.steps:
-            why = next(filter(None, gather_objects(str(self._data_error or ""), self.world)))
-            if self.done == self._begun:
-                raise DataError(why)
-            raise AnomalyError(f"step {self.done + 1} has no data: {why}")
+        if stopping is Reason.data:
+            raise DataError(why) if self.done == self._begun else AnomalyError(why)
         return stopping if self.done < cfg.steps else Reason.none
 
     def update(self, step: Step, lr: float) -> tuple[Tensor, bool]:
@@ -175,18 +172,29 @@ class Trainer:
             f"leave it out, and start again: {self.newest_checkpoint()}"
         )
 
+    def stop_agreed(self) -> tuple[Reason, str]:
+        """Why all ranks stop now, and what the first of those that lack data could not read."""
+        reason = self.stop.agreed(self.world, no_data=bool(self._no_data))
+        found = gather_objects(self._no_data, self.world) if reason is Reason.data else []
+        return reason, next(filter(None, found), "")
+
     def fetch(self) -> Step | None:
         """The rows of the next step; None where they cannot be read, which all ranks then agree to stop for."""
+        self._no_data = ""
         try:
             return self.loader.step(self.rows_consumed) if self.done < self.cfg.steps else None
         except DataError as e:
-            self._data_error = e
+            self._no_data = f"step {self.done + 1} has no data: {e}"
             return None
 
     def validate(self, evaluate: Evaluate) -> None:
-        """Validation metrics of this step; left out when a stop comes meanwhile."""
+        """Validation metrics of this step; left out when a stop comes meanwhile, or rows that a rank cannot read."""
+        metrics = None
         with self.meter.pause("eval"), self.watchdog.paused():
-            metrics = evaluate(lambda: self.stop.agreed(self.world) is not Reason.none)
+            try:
+                metrics = evaluate(lambda lost: self.stop.agreed(self.world, no_data=lost) is not Reason.none)
+            except DataError as e:
+                self._no_data = f"validation after step {self.done} has no data: {e}"
         if metrics is not None:
             self.sinks.write({"step": self.done, "attempt": self.attempt, **metrics})
 

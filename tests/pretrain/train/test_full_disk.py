@@ -1,6 +1,7 @@
 """A run on a file system that is too small, real where this machine lets a test mount one of its own."""
 
 import errno
+import logging
 import os
 import re
 import subprocess
@@ -19,18 +20,20 @@ from pretrain.dist import world
 from pretrain.errors import CheckpointError
 from pretrain.train import checkpoint_folder as folder
 from pretrain.train.checkpoint import Checkpointer, choose, read_whole
+from pretrain.train.run_folder import rank_log
 
 ROOT = Path(__file__).resolve().parents[3]
 # The mount is seen by these processes only and goes with them.
 SCRIPT = """
 mount -t tmpfs -o size="$1" none "$2" || exit 77
+head -c "$5" /dev/zero > "$2/taken"
 "$3" -m pretrain train "$4"; echo "status of the first start: $?"
 "$3" -m pretrain checkpoint verify "$2"; echo "status of verify: $?"
 ls "$2/checkpoints"
 """
 
 
-def train_on(size: str, folder: Path) -> str:
+def train_on(size: str, folder: Path, *, taken: str = "0") -> str:
     data, run = make_dataset(folder / "data"), folder / "run"
     run.mkdir()
     cfg = small_config(
@@ -44,7 +47,7 @@ def train_on(size: str, folder: Path) -> str:
         checkpoint__async=False,
     )
     (folder / "c.toml").write_text(dump_config(cfg))
-    arguments = [size, str(run), sys.executable, str(folder / "c.toml")]
+    arguments = [size, str(run), sys.executable, str(folder / "c.toml"), taken]
     command = ["unshare", "--map-root-user", "--mount", "bash", "-c", SCRIPT, "bash", *arguments]
     try:
         done = subprocess.run(
@@ -77,6 +80,26 @@ def test_a_run_whose_first_checkpoint_cannot_fit_is_refused_at_the_start(tmp_pat
     assert "status of the first start: 2" in output, output
     assert re.search(r"/run/checkpoints: a checkpoint needs [\d,]+ bytes and [\d,]+ are free", output), output
     assert "step 1/" not in output
+
+
+@pytest.mark.slow
+def test_a_fresh_run_on_a_full_disk_is_refused_and_nothing_hides_why(tmp_path: Path) -> None:
+    output = train_on("1m", tmp_path, taken="2M")
+    assert "status of the first start: 2" in output, output
+    said = output.partition("status of")[0]
+    assert re.search(r"error: run.dir='\S+/run' cannot be used: .*No space left on device", said), output
+    assert "Traceback" not in said, output
+
+
+def test_a_log_without_room_does_not_hide_the_error_that_it_should_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    said = "a checkpoint needs room"
+    with world(60) as ranks, pytest.raises(CheckpointError, match=said), rank_log(tmp_path, ranks):
+        raise CheckpointError(said)
 
 
 class FullDisk:

@@ -1,9 +1,11 @@
 """One attempt of a run, in one process: what it writes, what it refuses, how it ends."""
 
+import fcntl
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +13,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from ranks import run_ranks
+from ranks import Rank, run_ranks, start_ranks
 from small import make_dataset, small_config
 
 from pretrain.config import Config
+from pretrain.config_file import dump_config
 from pretrain.dist import World, world
 from pretrain.errors import ConfigError
 from pretrain.metrics.jsonl import read_records
@@ -27,6 +30,7 @@ from pretrain.train.optimizer import build_optimizer, describe_groups
 from pretrain.train.run import train_in
 from pretrain.train.run_folder import read_outcome
 from pretrain.train.stop import Stop
+from tests.pretrain.train import faulty
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +150,73 @@ def test_a_shard_found_damaged_in_mid_run_saves_the_steps_that_were_good(
     assert (found["status"], found["step"]) == (70, 3)
     assert "step 4 has no data: train-00000.tok: block 7" in found["message"]
     assert [c.step for c in folder.list_checkpoints(tmp_path)] == [3]
+
+
+def train_on_own_copies(run: str, copies: list[str]) -> str:
+    with world(60) as ranks:
+        return start(ranks, small_config(run, copies[ranks.rank], eval__every=3, checkpoint__every=2))
+
+
+def test_a_validation_shard_damaged_for_one_rank_ends_all_with_the_good_steps_saved(tmp_path: Path) -> None:
+    copies = [make_dataset(tmp_path / name) for name in ("node-0", "node-1")]
+    shard = copies[1] / "shards" / "val-00000.tok"
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    run = tmp_path / "run"
+    assert run_ranks(train_on_own_copies, 2, str(run), list(map(str, copies))) == ["anomaly", "anomaly"]
+    found = outcome(run)
+    assert (found["status"], found["step"]) == (70, 3)
+    assert found["message"].startswith(f"validation after step 3 has no data: {shard}"), found
+    for rank in (0, 1):
+        assert found["message"] in (run / "logs" / f"rank-{rank}.log").read_text()
+    assert [c.step for c in folder.list_checkpoints(run)] == [2, 3]
+    assert not [line for line in read_records(run / "metrics.jsonl") if "val_loss" in line]
+
+
+def start_refused(config: Path, **env: str) -> list[Rank]:
+    logs = [config.with_suffix(f".rank-{rank}.log") for rank in (0, 1)]
+    return start_ranks(faulty.main, 2, ("none", "train", str(config)), logs, **env)
+
+
+def test_a_layout_that_is_refused_ends_once_and_is_told_where_nobody_is_misled(tmp_path: Path, data: Path) -> None:
+    """Two ranks of torchrun's each: it restarts those that do not leave with 0, and shows nobody their status."""
+    cases = {  # folder, whether a launcher asked for a note, statuses, whether the folder's outcome is this start's
+        "done": (["run.name = 'small'"], False, [0, 0], True),
+        "other": (["run.name = 'other'"], True, [0, 0], False),
+        "alive": (["run.name = 'small'"], False, [2, 0], False),
+        "none": ([], False, [2, 2], False),
+        "noted": ([], True, [0, 0], False),
+    }
+    old, started = '{"status": 0, "reason": "finished", "step": 9, "attempt": 0}', {}
+    with ExitStack() as held:
+        for name, (config, asked, *_) in cases.items():
+            run = tmp_path / name
+            for text in config:
+                run.mkdir()
+                (run / "config.toml").write_text(text)
+                (run / "outcome.json").write_text(old)
+            if name == "alive":
+                fcntl.flock(held.enter_context(open(run / "lock", "w")), fcntl.LOCK_EX)
+            file = tmp_path / f"{name}.toml"
+            file.write_text(dump_config(small_config(run, data, train__global_batch_size=10)))
+            env = {"TORCHELASTIC_RUN_ID": "a"} | ({"PRETRAIN_REFUSAL": str(tmp_path / f"{name}.note")} if asked else {})
+            started[name] = start_refused(file, **env)
+        statuses = {name: [rank.wait(120) for rank in ranks] for name, ranks in started.items()}
+    message = "train.global_batch_size=10 is no multiple of 4"
+    for name, (config, asked, expected, told) in cases.items():
+        assert statuses[name] == expected, name
+        said = [(tmp_path / f"{name}.rank-{rank}.log").read_text().count(message) for rank in (0, 1)]
+        assert said == [1, int(expected[1] == 2)], name
+        assert (tmp_path / name).exists() == bool(config)
+        if asked:
+            assert message in (tmp_path / f"{name}.note").read_text()
+        if told:
+            found = outcome(tmp_path / name)
+            assert (found["status"], found["reason"], found["step"]) == (2, "refused", 0)
+            assert message in found["message"]
+        elif config:
+            assert (tmp_path / name / "outcome.json").read_text() == old
 
 
 def test_a_checkpoint_after_validation_holds_masters_and_moments(tmp_path: Path, data: Path, ranks: World) -> None:
@@ -351,5 +422,5 @@ def test_validation_is_a_mean_over_targets_on_any_number_of_ranks(ranks: World) 
 def test_validation_is_left_when_a_stop_comes(ranks: World) -> None:
     asked: list[int] = []
     batches = StubValidation([StubBatch(1.0, 1)] * 5)
-    hurry: Callable[[], bool] = lambda: len(asked) > 1 or asked.append(1) is not None  # noqa: E731
-    assert evaluate(StubEngine(), batches, ranks, hurry) is None  # type: ignore[arg-type]
+    leave: Callable[[bool], bool] = lambda lost: len(asked) > 1 or asked.append(1) is not None  # noqa: E731
+    assert evaluate(StubEngine(), batches, ranks, leave) is None  # type: ignore[arg-type]
