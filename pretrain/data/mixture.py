@@ -52,6 +52,21 @@ class Mixture:
         within = np.stack([np.searchsorted(its_places, rest) for its_places in self._places], axis=-1)
         return turns[..., None] * self.per_period + within
 
+    def debt(self, places: np.ndarray | int) -> np.ndarray:
+        """float [..., sources]: rows of each source in the first `places` places, less its share of them."""
+        rest = np.asarray(places) % self.period
+        return (self.counts(rest) * self.period - rest[..., None] * self.per_period) / self.period
+
+    def start(self, debt: np.ndarray) -> int:
+        """The place of the period to begin at, so that a debt carried in plus what is drawn from there on never lies
+        further from no debt at all than need be."""
+        if not debt.any():
+            return 0
+        each = self.debt(np.arange(self.period))
+        carried = debt - each  # what remains of it, whatever is drawn
+        worst = np.maximum(carried + each.max(axis=0), -carried - each.min(axis=0)).max(axis=-1)
+        return int(worst.argmin())
+
     def places(self, source: int, nth: np.ndarray) -> np.ndarray:
         """The inverse of `at`: where the source's rows number `nth` stand."""
         turn, within = np.divmod(nth, self.per_period[source])

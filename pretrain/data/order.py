@@ -26,17 +26,20 @@ class StreamRows(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    first: int  # stream row
     mixture: Mixture
-    drawn: np.ndarray  # rows of each source before the stage
+    origin: int  # stream row at which its place 0 would stand
+    drawn: np.ndarray  # rows of each source before that; both may be negative
 
 
 class Order:
     """The order of sources with `sizes` rows, mixed by `weights` (shares of the rows; all rows have one length).
 
     `stages` are (tokens, weights): the weights that hold from the first row on that starts at or after that many
-    positions of stream. `skip` are inclusive ranges of stream rows that are left out. In each epoch a source's rows
-    come in a new order.
+    positions of stream. What each source was drawn stays within one row of its target, the sum over the stages: always
+    with one set of weights or two sources. With more, a change of weights may find debts that no place of the new
+    pattern meets; they are carried along, so they do not add up, and stay within two rows (1.4 is the most seen).
+    Weights that are given again simply go on. `skip` are inclusive ranges of stream rows that are left out. In each
+    epoch a source's rows come in a new order.
     """
 
     def __init__(
@@ -50,16 +53,18 @@ class Order:
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
         self.seed, self.sizes = seed, np.array(sizes, np.int64)
+        begins = [(0, weights), *((math.ceil(tokens / seq_len), shares) for tokens, shares in stages)]
+        drawn, debt = np.zeros(len(sizes), np.int64), np.zeros(len(sizes))
         self._stages: list[_Stage] = []
-        drawn, begin, held = np.zeros(len(sizes), np.int64), 0, Mixture(weights)
-        for tokens, shares in stages:
-            first = math.ceil(tokens / seq_len)
-            if first > begin:
-                self._stages.append(_Stage(begin, held, drawn))
-                drawn = drawn + held.counts(first - begin)
-            begin, held = first, Mixture(shares)
-        self._stages.append(_Stage(begin, held, drawn))
-        self._stage_starts = np.array([stage.first for stage in self._stages])
+        self._stage_starts = np.array([first for first, _ in begins])
+        held, end = Mixture(weights), 0  # the stage before, and its place where the next begins
+        for number, (first, shares) in enumerate(begins):
+            mixture = Mixture(shares)
+            place = end if np.array_equal(mixture.per_period, held.per_period) else mixture.start(debt)
+            self._stages.append(_Stage(mixture, first - place, drawn - mixture.counts(place)))
+            held, end = mixture, place + begins[min(number + 1, len(stages))][0] - first
+            drawn = drawn + mixture.counts(end) - mixture.counts(place)
+            debt = debt + mixture.debt(end) - mixture.debt(place)
         merged: list[list[int]] = []
         for low, high in sorted(map(list, skip)):
             if merged and low <= merged[-1][1] + 1:
@@ -78,7 +83,7 @@ class Order:
         stages = np.searchsorted(self._stage_starts, stream_row, "right") - 1
         for number in np.unique(stages).tolist():
             stage, here = self._stages[number], stages == number
-            source[here], nth = stage.mixture.at(stream_row[here] - stage.first)
+            source[here], nth = stage.mixture.at(stream_row[here] - stage.origin)
             draw[here] = nth + stage.drawn[source[here]]
         epoch, row = np.divmod(draw, self.sizes[source])
         for number in np.unique(source).tolist():
@@ -94,7 +99,7 @@ class Order:
         drawn = np.empty((*end.shape, len(self.sizes)))
         for number in np.unique(stages).tolist():
             stage, here = self._stages[number], stages == number
-            drawn[here] = stage.drawn + stage.mixture.counts(end[here] - stage.first)
+            drawn[here] = stage.drawn + stage.mixture.counts(end[here] - stage.origin)
         return drawn / np.maximum(self.sizes, 1)
 
     def stream_rows(self, positions: np.ndarray) -> np.ndarray:
@@ -108,12 +113,9 @@ class Order:
         draws = epochs * size + index
         found = []
         for number, stage in enumerate(self._stages):
-            share = int(stage.mixture.per_period[source])
-            last = number + 1 == len(self._stages)
-            until = draws.max(initial=-1) + 1 if last else self._stages[number + 1].drawn[source]
-            here = draws[(draws >= stage.drawn[source]) & (draws < until)] - stage.drawn[source]
-            if share and len(here):
-                found.append(stage.first + stage.mixture.places(source, here))
+            if stage.mixture.per_period[source]:
+                stands = stage.origin + stage.mixture.places(source, draws - stage.drawn[source])
+                found.append(stands[np.searchsorted(self._stage_starts, stands, "right") - 1 == number])
         stream_row = np.concatenate(found) if found else np.empty(0, np.int64)
         inside = np.searchsorted(self._skip[:, 0], stream_row, "right") - 1
         kept = (inside < 0) | (stream_row > np.append(self._skip[:, 1], -1)[inside])

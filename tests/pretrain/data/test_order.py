@@ -88,6 +88,30 @@ def test_a_stage_from_the_start_replaces_the_weights():
     assert (order.rows(0, 9).source == 1).all()
 
 
+def test_stages_of_the_same_weights_change_nothing():
+    stages = [(64 * 13 * number, [0.5, 0.5]) for number in range(1, 20)]
+    order = Order(seed=1, sizes=[1000, 1000], weights=[0.5, 0.5], stages=stages, seq_len=64)
+    bare = Order(seed=1, sizes=[1000, 1000], weights=[0.5, 0.5])
+    assert all((a == b).all() for a, b in zip(order.rows(0, 260), bare.rows(0, 260), strict=True))
+    assert np.bincount(order.rows(0, 260).source).tolist() == [130, 130]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.integers(2, 5))
+def test_debts_do_not_add_up_over_stages(data, count):
+    weights = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any)
+    shares = data.draw(st.lists(weights, min_size=2, max_size=20))
+    lengths = data.draw(st.lists(st.integers(1, 25), min_size=len(shares), max_size=len(shares)))
+    ends = np.cumsum(lengths).tolist()
+    order = Order(
+        seed=1, sizes=[9] * count, weights=shares[0], stages=list(zip(ends[:-1], shares[1:], strict=True)), seq_len=1
+    )
+    drawn = np.cumsum(order.rows(0, ends[-1]).source[:, None] == np.arange(count), axis=0)
+    exact = np.array(shares) / np.sum(shares, axis=1, keepdims=True)
+    debt = np.abs(drawn - np.cumsum(np.repeat(exact, lengths, axis=0), axis=0)).max()
+    assert debt < (1 if count == 2 else 2)
+
+
 def test_skipped_rows_are_left_out_and_nothing_else_moves():
     bare = Order(seed=1, sizes=[50, 20], weights=[0.6, 0.4])
     order = Order(seed=1, sizes=[50, 20], weights=[0.6, 0.4], skip=[[12, 12], [3, 5], [6, 9], [8, 10]])
@@ -107,7 +131,7 @@ SETTINGS = st.fixed_dictionaries(
         "weights": st.lists(st.integers(1, 9), min_size=2, max_size=2),
         "stages": st.lists(
             st.tuples(st.integers(0, 200), st.lists(st.integers(0, 5), min_size=2, max_size=2).filter(any)),
-            max_size=2,
+            max_size=4,
             unique_by=lambda stage: stage[0],
         ).map(sorted),
         "skip": st.lists(
