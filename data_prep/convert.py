@@ -36,7 +36,8 @@ _COPY_TOKENS = 1 << 22
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_HEAD = struct.Struct("<QBQQ")  # version 1, dtype code, sequences, document index entries
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_LLMC_MAGIC, _LLMC_HEADER_BYTES = 20240520, 1024  # llm.c writes .bin files with a header; nanoGPT's have none
+_LLMC_HEAD, _LLMC_HEADER_BYTES = struct.Struct("<3i"), 1024  # magic, version, tokens; nanoGPT's files have no header
+_LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic
 
 
 class Tokens(NamedTuple):
@@ -170,11 +171,20 @@ def _read_megatron(path: Path) -> Tokens:
 
 
 def _read_nanogpt(path: Path, tokenizer: Tokenizer) -> Tokens:
-    """Bare 16-bit ids. The only sign of a document's end is its EOS."""
+    """Bare 16-bit ids, or llm.c's with a header. The only sign of a document's end is its EOS."""
     with open(path, "rb") as file:
-        head = file.read(4)
-    skip = _LLMC_HEADER_BYTES if head == struct.pack("<i", _LLMC_MAGIC) else 0
-    tokens = _map(path, np.dtype("<u2"), skip)
+        head = file.read(_LLMC_HEADER_BYTES)
+    magic, version, count = _LLMC_HEAD.unpack(head[: _LLMC_HEAD.size].ljust(_LLMC_HEAD.size, b"\0"))
+    if magic in _LLMC_DTYPES:
+        if version != 1:
+            raise DataError(f"{path}: has llm.c's format version {version}; known is version 1")
+        if len(head) < _LLMC_HEADER_BYTES:
+            raise DataError(f"{path}: is cut short: {len(head)} of the {_LLMC_HEADER_BYTES} bytes of llm.c's header")
+        tokens = _map(path, np.dtype(_LLMC_DTYPES[magic]), _LLMC_HEADER_BYTES)
+        if len(tokens) != count:
+            raise DataError(f"{path}: its header says {count} tokens, but {len(tokens)} follow; copy or make it again")
+    else:
+        tokens = _map(path, np.dtype("<u2"))
     if tokenizer.eos_id is None:
         raise DataError(f"{path}: documents end at EOS in this format, but the tokenizer has none")
     ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1

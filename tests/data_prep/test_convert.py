@@ -97,6 +97,10 @@ def test_a_megatron_document_of_several_sequences_comes_in_as_one(tokenizers: di
             verify(out)
 
 
+def llmc_header(magic: int, version: int, count: int) -> bytes:
+    return struct.pack("<3i", magic, version, count).ljust(1024, b"\0")
+
+
 def test_nanogpt_files_end_documents_at_eos_and_a_header_is_no_token(
     tokenizers: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -107,11 +111,21 @@ def test_nanogpt_files_end_documents_at_eos_and_a_header_is_no_token(
     import_dataset("nanogpt", tmp_path, tmp_path / "out", tokenizers["bpe"])
     assert documents(tmp_path / "out") == [[5, 6, 1], [7, 1], [8, 9]]
     assert documents(tmp_path / "out", "val") == [[5, 6, 1]]
-    header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, len(tokens)
-    (tmp_path / "with_header.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    import_dataset("nanogpt", tmp_path / "with_header.bin", tmp_path / "out2", tokenizers["bpe"])
-    assert documents(tmp_path / "out2") == [[5, 6, 1], [7, 1], [8, 9]]
+    for magic, dtype in ((20240520, np.uint16), (20240801, np.uint32)):
+        path, out = tmp_path / f"{magic}.bin", tmp_path / f"out-{magic}"
+        whole = llmc_header(magic, 1, len(tokens)) + tokens.astype(dtype).tobytes()
+        for content, message in (
+            (whole[:-4], rf"{magic}\.bin: its header says 7 tokens, but \d follow"),
+            (whole[:-1], "are no whole number of"),
+            (whole[:100], "is cut short: 100 of the 1024 bytes"),
+            (llmc_header(magic, 9, len(tokens)) + whole[1024:], "has llm.c's format version 9; known is version 1"),
+        ):
+            path.write_bytes(content)
+            with pytest.raises(DataError, match=message):
+                import_dataset("nanogpt", path, out, tokenizers["bpe"])
+        path.write_bytes(whole)
+        import_dataset("nanogpt", path, out, tokenizers["bpe"])
+        assert documents(out) == [[5, 6, 1], [7, 1], [8, 9]]
 
 
 def test_datatrove_files_of_either_width(tokenizers: dict[str, Path], tmp_path: Path) -> None:
