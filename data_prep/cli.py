@@ -212,7 +212,7 @@ def _inspect(args: argparse.Namespace) -> None:
     if without := [f"--{name.replace('_', '-')}" for name in idle if getattr(args, name) is not None]:
         raise DataError(f"{' and '.join(without)}: only {'with' if args.step is None else 'without'} --step")
     view = View(args.folder, args.split or "train", args.seq_len, args.packing, args.chars)
-    schedule = _schedule(args.config, args.folder) if args.config else None
+    schedule = _schedule(args.config, args.folder, args.step, args.ranks) if args.config else None
     if args.doc is not None:
         lines = view.document(args.doc, schedule)
     elif args.row is not None:
@@ -223,7 +223,7 @@ def _inspect(args: argparse.Namespace) -> None:
         print(line)
 
 
-def _schedule(config: str, folder: str) -> Any:
+def _schedule(config: str, folder: str, step: int | None = None, ranks: int | None = None) -> Any:
     """The order in which a run takes rows. The one place where data preparation looks up at training, and only when
     asked about a run: nothing else of `data_prep` needs `pretrain`."""
     from pretrain.data.inspect_step import Schedule
@@ -231,6 +231,8 @@ def _schedule(config: str, folder: str) -> Any:
 
     try:
         schedule = Schedule(config)
+        if step is not None:
+            schedule.check(step, ranks)
     except ConfigError as error:
         raise DataError(str(error)) from error
     if os.path.realpath(folder) not in map(os.path.realpath, schedule.paths):

@@ -48,8 +48,12 @@ def verify(folder: str | Path) -> str:
                 f" tokens there, but {counted[number, 0]} and {counted[number, 1]} in the shards"
             )
     rows = 0
+    indexed = {split: packings(folder, split) for split in manifest.splits}
     for split, infos in manifest.splits.items():
-        for seq_len, packing in packings(folder, split):
+        if without := set().union(*indexed.values()).difference(indexed[split]):
+            missing = index_path(folder, split, *min(without))
+            raise DataError(f"{missing}: is missing, other splits have it; run `pretrain-data pack` again")
+        for seq_len, packing in indexed[split]:
             index = RowIndex(index_path(folder, split, seq_len, packing))
             index.file.verify()
             if index.info.shards_hash != shards_hash(infos):
@@ -186,9 +190,12 @@ class View:
 
     def row(self, number: int, schedule: Any = None) -> Iterator[str]:
         """The pieces of a row, each with its origin and text."""
-        seq_len, packing = next(iter(self._packings()), (None, None))
-        if seq_len is None:
-            raise DataError(f"{self.folder} has no rows like that; see `pretrain-data pack`")
+        data = schedule.cfg.data if schedule else None
+        fitting = [found for found in self._packings() if data is None or found == (data.seq_len, data.packing)]
+        if not fitting:
+            among = f" among those of the run, {data.seq_len} ({data.packing})" if data else ""
+            raise DataError(f"{self.folder} has no rows like that{among}; see `pretrain-data pack`")
+        seq_len, packing = fitting[0]
         rows = open_rows(self.folder, self.split, seq_len, packing)
         if not 0 <= number < len(rows):
             raise DataError(f"row {number}: {self.folder} has {len(rows)} rows of {seq_len} ({packing}), from 0")
@@ -243,10 +250,8 @@ def show_step(schedule: Any, step: int, rank: int | None, ranks: int | None, cha
     seen = [row for row in taken if rank is None or row.rank == rank]
     if not seen:
         raise DataError(f"rank {rank} takes no row: there are {ranks or schedule.ranks()} data-parallel ranks, from 0")
-    end = schedule.cfg.steps
-    beyond = f" (the run ends at step {end})" if step > end else ""
     first, last = taken[0].stream_row, taken[-1].stream_row
-    yield f"step {step}{beyond}: stream rows {first} to {last} (data.skip takes such ranges)"
+    yield f"step {step}: stream rows {first} to {last} (data.skip takes such ranges)"
     for row in seen:
         view = views.setdefault(row.path, View(row.path, "train", chars=chars))
         where = "" if row.rank is None else f"rank {row.rank}, micro-batch {row.micro_batch}, "

@@ -12,7 +12,7 @@ import numpy as np
 from data_prep.rows import Rows
 from pretrain.config import Config
 from pretrain.config_file import load_config
-from pretrain.data.order import Order
+from pretrain.data.order import Order, check_shape
 from pretrain.data.reader import Reader
 from pretrain.errors import ConfigError
 
@@ -46,10 +46,15 @@ class Schedule:
         self.paths = self._reader.paths
         self.rows_per_step = self.cfg.train.global_batch_size
 
+    def check(self, step: int, ranks: int | None = None) -> None:
+        """ConfigError if the run has no such optimizer step, or cannot deal its rows to so many ranks."""
+        if not 1 <= step <= self.cfg.steps:
+            raise ConfigError(f"step {step}: the run's optimizer steps are 1 to {self.cfg.steps}")
+        check_shape(self.rows_per_step, self.cfg.train.micro_batch_size, ranks or self.ranks() or 1)
+
     def step(self, step: int, ranks: int | None = None) -> Iterator[SeenRow]:
         """The rows of optimizer step `step`, counted from 1, in stream order; `ranks`: data-parallel ones."""
-        if step < 1:
-            raise ConfigError(f"step {step}: optimizer steps are counted from 1")
+        self.check(step, ranks)
         ranks = ranks or self.ranks()
         micro = self.cfg.train.micro_batch_size
         plan = self.order.rows((step - 1) * self.rows_per_step, self.rows_per_step)

@@ -17,7 +17,7 @@ import torch
 from data_prep.errors import DataError
 from data_prep.rows import IGNORE, RowBatch
 from pretrain.config import DataConfig
-from pretrain.data.order import Order, StreamRows
+from pretrain.data.order import Order, StreamRows, check_shape
 from pretrain.data.prefetch import Prefetcher
 from pretrain.data.reader import BadRow, Events, Reader, history
 from pretrain.errors import ConfigError
@@ -92,7 +92,7 @@ class Loader:
                 f"data.sources have {total} rows of seq_len={cfg.seq_len} in all, fewer than one global batch of "
                 f"{rows_per_step} rows; set train.global_batch_size to {total} or less, or build more data"
             )
-        self._check_shape(rows_per_step)
+        check_shape(rows_per_step, micro_batch_size, dp_world)
         self._make_order = partial(
             Order, seed=seed, sizes=reader.sizes, weights=weights, stages=stages, seq_len=cfg.seq_len
         )
@@ -108,7 +108,7 @@ class Loader:
     def step(self, rows_consumed: int, rows: int | None = None) -> Step:
         """The step after `rows_consumed` rows, of `rows` rows if that changes. Raises what reading it raised."""
         rows = rows or self._rows_per_step
-        self._check_shape(rows)
+        check_shape(rows, self._micro, self._world)
         began = time.perf_counter()
         made = self._prefetch.get(rows_consumed, rows)
         self.data_wait_seconds += time.perf_counter() - began
@@ -152,13 +152,6 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_shape(self, rows: int) -> None:
-        if rows < 1 or rows % (self._micro * self._world):
-            raise ConfigError(
-                f"train.global_batch_size={rows} is no multiple of train.micro_batch_size={self._micro} x "
-                f"{self._world} data-parallel ranks = {self._micro * self._world}"
-            )
 
     def _make(self, position: int, rows: int, awaited: bool) -> list[_Made]:
         """In the thread: the step at `position`, and unless it is awaited as many more as fill a stretch."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from pretrain.data.mixture import Mixture
 from pretrain.data.permutation import permute, round_keys
+from pretrain.errors import ConfigError
 
 
 class StreamRows(NamedTuple):
@@ -23,6 +24,15 @@ class StreamRows(NamedTuple):
     source: np.ndarray
     epoch: np.ndarray  # times that the source was gone through before
     row: np.ndarray  # of the source
+
+
+def check_shape(rows: int, micro_batch_size: int, ranks: int) -> None:
+    """ConfigError unless the rows of a step can be dealt to data-parallel ranks in whole micro-batches."""
+    if rows < 1 or rows % (micro_batch_size * ranks):
+        raise ConfigError(
+            f"train.global_batch_size={rows} is no multiple of train.micro_batch_size={micro_batch_size} x "
+            f"{ranks} data-parallel ranks = {micro_batch_size * ranks}"
+        )
 
 
 class _Stage(NamedTuple):

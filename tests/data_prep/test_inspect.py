@@ -201,7 +201,21 @@ schedule = {{ warmup_steps = 1 }}
     shown = list(show_step(schedule, 4, 1, 2, 40))
     assert shown[0] == "step 4: stream rows 36 to 47 (data.skip takes such ranges)"
     assert sum(line.startswith("rank 1, micro-batch") for line in shown) == 6
-    assert next(show_step(schedule, 10, 1, 2, 40)).startswith("step 10 (the run ends at step 9): stream rows 108 to")
+    for step, ranks, message in (
+        (10, 2, "step 10: the run's optimizer steps are 1 to 9"),
+        (4, 5, "train.global_batch_size=12 is no multiple of train.micro_batch_size=3 x 5 data-parallel ranks = 15"),
+    ):
+        with pytest.raises(DataError, match=message):
+            cli._schedule(str(config), str(dataset), step, ranks)
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    pack_dataset(copy, 32, "concat")
+    assert " 64 positions)" in next(View(copy, "train").row(0, schedule))
+    with pytest.raises(DataError, match=r"has no rows like that among those of the run, 64 \(best_fit\)"):
+        next(View(copy, "train", 32).row(0, schedule))
+    (copy / "rows" / "val-32-concat.rows").unlink()
+    with pytest.raises(DataError, match=r"val-32-concat\.rows: is missing, other splits have it"):
+        verify(copy)
     with pytest.raises(DataError, match=r"is no source of .*config\.toml; its sources are .*/out"):
         cli._schedule(str(config), str(tmp_path))
     with pytest.raises(DataError, match="leaves the number of data-parallel ranks open"):
