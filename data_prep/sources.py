@@ -28,6 +28,8 @@ _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 _COMPRESSED_WEIGHT = 4  # a compressed byte counts as this many when files are grouped
 _HUB_WEIGHT = 1 << 28  # of a shard, whose size is not known beforehand
 _READ_CHARS = 1 << 20
+_BLANK = re.compile(r"[ \t\r\n]*")
+_SIGNS = {"]": "[", "[": "]", ",": "", "": ",]"}  # behind a sign of an array ("": an item; "]": outside): what may come
 
 
 class Piece(NamedTuple):
@@ -120,8 +122,7 @@ def read(piece: Piece, text_key: str = "text") -> Iterator[Row]:
             elif piece.format == "json":
                 yield from _read_json(stream, text_key)
             else:
-                rows = _parquet_rows(stream, piece, text_key)
-                yield from (_document(text, number, text_key) for number, text in enumerate(rows, 1))
+                yield from _read_parquet(stream, piece, text_key)
         except DataError as error:
             if piece.format == "parquet":
                 raise
@@ -189,14 +190,14 @@ def _row(row: Any, number: int, text_key: str) -> Document | BadRow:
 
 
 def _read_json(stream: BinaryIO, text_key: str) -> Iterator[Document | BadRow]:
-    """A .json file: an array of objects (read item by item), objects one a line, or a single object."""
+    """A .json file: arrays of objects (read item by item), objects one a line, or a single object."""
     first = stream.readline().removeprefix(_BOM)
     before = 0
     while first and first.isspace():
         first = stream.readline()
         before += 1
     if first.lstrip().startswith(b"["):
-        yield from _read_array(first, stream, before, text_key)
+        yield from _read_arrays(first, stream, before, text_key)
         return
     try:
         json.loads(first.decode())
@@ -212,26 +213,39 @@ def _read_json(stream: BinaryIO, text_key: str) -> Iterator[Document | BadRow]:
         yield _parse_row(first + stream.read(), before + 1, text_key)
 
 
-def _read_array(first: bytes, stream: BinaryIO, before: int, text_key: str) -> Iterator[Document | BadRow]:
+def _read_arrays(first: bytes, stream: BinaryIO, before: int, text_key: str) -> Iterator[Document | BadRow]:
+    """Arrays item by item, and what follows the first: further arrays and objects, one after another."""
     decoder = json.JSONDecoder()
     rest = io.TextIOWrapper(stream, encoding="utf-8", newline="")
     line = before + 1
     try:
-        buffer, at, more = first.decode().lstrip()[1:], 0, True
+        buffer, at, more = first.decode(), 0, True
+        behind = "]"
         while True:
-            skipped = re.compile(r"[\s,]*").match(buffer, at)
-            assert skipped is not None
-            line += skipped.group().count("\n")
-            at = skipped.end()
+            blank = _BLANK.match(buffer, at)
+            assert blank is not None
+            line += blank.group().count("\n")
+            at = blank.end()
             try:
-                if at == len(buffer):
+                sign = buffer[at : at + 1]
+                if not sign:
+                    if behind == "]" and not more:
+                        return
                     raise ValueError("the array does not end")
-                if buffer[at] == "]":
-                    return
+                if sign in _SIGNS[behind]:
+                    behind, at = sign, at + 1
+                    continue
+                if not behind:
+                    raise ValueError(f"{sign!r} behind an item, where ',' or ']' is due")
                 row, end = decoder.raw_decode(buffer, at)
+                if more and end > len(buffer) - 3:
+                    raise ValueError("a number may go on: '1' as '1e-5'")
+                if behind == "]" and not isinstance(row, dict):
+                    raise ValueError("behind an array come arrays and objects only")
             except (ValueError, RecursionError) as error:
                 if not more:
-                    yield BadRow("invalid JSON", line, f"{error}; the rest of the file is lost")
+                    detail = getattr(error, "msg", error)
+                    yield BadRow("invalid JSON", line, f"{detail}; the rest of the file is lost")
                     return
                 added = rest.read(max(_READ_CHARS, len(buffer) - at))  # doubling: a long row is parsed few times
                 buffer, at, more = buffer[at:] + added, 0, bool(added)
@@ -239,8 +253,11 @@ def _read_array(first: bytes, stream: BinaryIO, before: int, text_key: str) -> I
             yield _row(row, line, text_key)
             line += buffer.count("\n", at, end)
             at = end
+            behind = behind if behind == "]" else ""
     except UnicodeDecodeError as error:
         yield BadRow("invalid UTF-8", line, f"{error}; the rest of the file is lost")
+        while rest.buffer.read(_READ_CHARS):  # to the end, so that other damage shows
+            pass
     finally:
         rest.detach()
 
@@ -250,12 +267,12 @@ def _parquet_file(stream: BinaryIO, path: str) -> Any:
     from pyarrow import parquet
 
     try:
-        return parquet.ParquetFile(stream)
+        return parquet.ParquetFile(stream, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: no readable parquet file: {error}") from error
 
 
-def _parquet_rows(stream: BinaryIO, piece: Piece, text_key: str) -> Iterator[Any]:
+def _read_parquet(stream: BinaryIO, piece: Piece, text_key: str) -> Iterator[Document | BadRow]:
     import pyarrow
 
     table = _parquet_file(stream, piece.path)
@@ -264,11 +281,30 @@ def _parquet_rows(stream: BinaryIO, piece: Piece, text_key: str) -> Iterator[Any
             f"{piece.path}: no column {text_key!r}; its columns: {', '.join(table.schema_arrow.names)}; see --text-key"
         )
     groups = range(piece.start, piece.end)
+    batches = table.iter_batches(batch_size=256, row_groups=groups, columns=[text_key], use_threads=False)
     try:
-        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=[text_key], use_threads=False):
-            yield from batch.column(0).to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        for number, text in enumerate(itertools.chain.from_iterable(map(_values, batches)), 1):
+            if isinstance(text, UnicodeDecodeError):
+                yield BadRow("invalid UTF-8", number, str(text))
+            else:
+                yield _document(text, number, text_key)
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{piece.path}: damaged parquet file: {error}") from error
+
+
+def _values(batch: Any) -> list[Any]:
+    """The batch's one column as Python values, with the error in place of a text that is not UTF-8."""
+    try:
+        return batch.column(0).to_pylist()
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in batch.column(0)]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _hub_dataset(address: str) -> Any:

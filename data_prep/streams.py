@@ -1,8 +1,8 @@
 """Bytes of one input file: local or through fsspec, plain or .gz / .zst / .xz, and its lines.
 
 `files` and `sources` stand on this file. Nothing here knows documents.
-A compressed file may hold several members (gzip, xz) or frames (zstd); one that ends inside a member
-raises DataError, where several readers of the trade would hand out a shorter file.
+A compressed file holds one or more members (gzip, xz) or frames (zstd); one that holds none or ends inside a
+member raises DataError, where several readers of the trade would hand out a shorter file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import zstandard
 
 from data_prep.errors import DataError
 
-COMPRESSIONS = (".gz", ".zst", ".xz")
+_ZEROS_FIT: dict[str, Callable[[int, bool], bool]] = {  # padding behind a member: (zero bytes, the file ends) -> right?
+    ".gz": lambda zeros, ends: ends or not zeros,
+    ".zst": lambda zeros, ends: not zeros,
+    ".xz": lambda zeros, ends: zeros % 4 == 0,
+}
+COMPRESSIONS = tuple(_ZEROS_FIT)
 _FEED_BYTES = 1 << 14  # compressed bytes fed at a time: bounds what a decompressor may hand back at once
 _BUFFER_BYTES = 1 << 17  # with what else a worker touches for a document it stays in the cache, beside the tokenizer
 
@@ -101,8 +106,9 @@ class _Members(io.RawIOBase):
 
     def __init__(self, compressed: BinaryIO, path: str, suffix: str):
         self._compressed, self._path = compressed, path
-        self._new = _decompressor_of(suffix)
+        self._new, self._zeros_fit = _decompressor_of(suffix), _ZEROS_FIT[suffix]
         self._member: Any = None  # the decompressor in the middle of its member
+        self._zeros: int | None = None  # bytes of padding since the last member; None: there was no member
         self._waiting = b""  # compressed bytes that were read but not yet fed
         self._ready = memoryview(b"")
 
@@ -120,6 +126,9 @@ class _Members(io.RawIOBase):
             if not fed:
                 if self._member is not None:
                     raise DataError(f"{self._path}: truncated: the compressed data ends inside a member")
+                if self._zeros is None:
+                    raise DataError(f"{self._path}: empty: there is no compressed data in it")
+                self._check_padding(ends=True)
                 return 0
             self._ready = memoryview(self._decompress(fed))
         count = min(len(buffer), len(self._ready))
@@ -129,9 +138,13 @@ class _Members(io.RawIOBase):
 
     def _decompress(self, fed: bytes) -> bytes:
         if self._member is None:
-            fed = fed.lstrip(b"\0")  # padding between members is allowed by gzip and xz, and harmless
-            if not fed:
-                return b""
+            if self._zeros is not None:
+                size = len(fed)
+                fed = fed.lstrip(b"\0")
+                self._zeros += size - len(fed)
+                if not fed:
+                    return b""
+                self._check_padding(ends=False)
             self._member = self._new()
         try:
             out = self._member.decompress(fed)
@@ -139,8 +152,13 @@ class _Members(io.RawIOBase):
             raise DataError(f"{self._path}: corrupt compressed data: {error}") from error
         if self._member.eof:
             self._waiting = self._member.unused_data
-            self._member = None
+            self._member, self._zeros = None, 0
         return out
+
+    def _check_padding(self, ends: bool) -> None:
+        if not self._zeros_fit(self._zeros or 0, ends):
+            where = "at the end" if ends else "between members"
+            raise DataError(f"{self._path}: corrupt compressed data: {self._zeros} zero bytes {where}")
 
 
 def _decompressor_of(suffix: str) -> Callable[[], Any]:
