@@ -23,6 +23,7 @@ TEXT_SUFFIXES = frozenset(
 )
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 _TEMPORARY = (".tmp", ".temp", ".part", ".partial", ".crdownload", ".swp", ".bak", "~")
+_NOT_PLAIN = "that are no plain files"
 
 
 class File(NamedTuple):
@@ -80,32 +81,35 @@ def _find_paths(given: str, exclude: Sequence[str], left_out: Counter[str]) -> I
             if reason := _left_out(os.path.basename(path), path, exclude):
                 left_out[reason] += 1
             else:
-                yield _local(path)
+                yield from _plain(path, left_out)
     else:
         raise DataError(f"{given}: no such file or folder")
 
 
 def _find_below(folder: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
     below = []
-    for root, _, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=_not_listed):
+        for name in folders:
+            if os.path.islink(os.path.join(root, name)):
+                left_out["links to folders"] += 1
         for name in names:
             below.append(os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/"))
     for relative in sorted(below):
         if reason := _left_out(relative, relative, exclude):
             left_out[reason] += 1
-            continue
-        path = os.path.join(folder, relative)
-        if os.path.isfile(path):  # not a socket, nor a link to nowhere
-            yield _local(path)
         else:
-            left_out["that are no plain files"] += 1
+            yield from _plain(os.path.join(folder, relative), left_out)
+
+
+def _not_listed(error: OSError) -> None:
+    raise DataError(f"{error.filename}: cannot be listed: {error.strerror or error}") from error
 
 
 def _find_remote(given: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
     fs, name = streams.filesystem(given)
     try:
         if glob.has_magic(name):
-            details = {k: v for k, v in fs.glob(name, detail=True).items() if v["type"] == "file"}
+            details = {k: v for k, v in fs.glob(name, detail=True).items() if v["type"] != "directory"}
             root = ""
         else:
             details = fs.find(name, detail=True)
@@ -122,8 +126,18 @@ def _find_remote(given: str, exclude: Sequence[str], left_out: Counter[str]) -> 
         if not alone and (reason := _left_out(relative, path.removeprefix(root), exclude)):
             left_out[reason] += 1
             continue
+        if details[path]["type"] != "file":
+            left_out[_NOT_PLAIN] += 1
+            continue
         size, modified = int(details[path]["size"] or 0), streams.modified_in(details[path])
         yield File(fs.unstrip_protocol(path), _format_of(path) or "text", size, modified)
+
+
+def _plain(path: str, left_out: Counter[str]) -> Iterator[File]:
+    if os.path.isfile(path):  # not a socket, nor a link to nowhere
+        yield _local(path)
+    else:
+        left_out[_NOT_PLAIN] += 1
 
 
 def _local(path: str) -> File:

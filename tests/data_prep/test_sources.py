@@ -1,11 +1,14 @@
 """Files in, documents with their places out: formats, compression, damage, odd bytes, what is left out."""
 
+import errno
 import gzip
 import io
 import itertools
 import json
 import lzma
+import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow
@@ -229,6 +232,42 @@ def test_hidden_temporary_and_other_files_are_left_out_and_said(tmp_path: Path) 
     _, notes = files.find([str(tmp_path)])
     assert notes == [f"{tmp_path}: left out 2 hidden, 1 of other kinds, 2 temporary"]
     assert texts(str(tmp_path)) == ["good"]
+
+
+def test_pipes_links_to_nowhere_and_links_to_folders_are_left_out_and_said(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.jsonl", rows("good"))
+    write(tmp_path / "elsewhere" / "b.jsonl", rows("linked"))
+    os.mkfifo(tmp_path / "in" / "pipe.jsonl")
+    (tmp_path / "in" / "nowhere.jsonl").symlink_to("missing.jsonl")
+    (tmp_path / "in" / "loop").symlink_to(".")
+    (tmp_path / "in" / "linked").symlink_to("../elsewhere")
+    for where, said in (("in", "2 links to folders, 2 that are no plain files"), ("in/*", "2 that are no plain files")):
+        found, notes = files.find([str(tmp_path / where)])
+        assert [Path(file.path).name for file in found] == ["a.jsonl"]
+        assert notes == [f"{tmp_path / where}: left out {said}"]
+        found, notes = files.find([f"file://{tmp_path / where}"])
+        assert [Path(file.path).name for file in found] == ["a.jsonl"]
+        assert "2 that are no plain files" in notes[0]
+    assert texts(str(tmp_path / "in" / "linked")) == texts(str(tmp_path / "in" / "linked" / "*")) == ["linked"]
+    (tmp_path / "in" / "a.jsonl").unlink()
+    with pytest.raises(DataError, match="left out: 2 links to folders, 2 that are no plain files"):
+        files.find([str(tmp_path / "in")])
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.txt", "a")
+    closed = tmp_path / "closed"
+    write(closed / "b.txt", "b")
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="closed: cannot be listed: Permission denied"):
+        files.find([str(tmp_path)])
 
 
 def test_order_is_as_given_then_by_path_and_nothing_comes_twice(tmp_path: Path) -> None:
