@@ -74,8 +74,7 @@ def _find_paths(given: str, exclude: Sequence[str], left_out: Counter[str]) -> I
     elif os.path.isdir(given):
         yield from _find_below(given, exclude, left_out)
     elif glob.has_magic(given):
-        # With recursive=True "**" descends; hidden files are matched only where the pattern names the dot.
-        for path in sorted(glob.glob(given, recursive=True)):
+        for path in sorted(set(_matches(given, left_out))):
             if os.path.isdir(path):
                 continue  # a folder that happens to match (G04: "b.jsonl/"); "**" names the files below it itself
             if reason := _left_out(os.path.basename(path), path, exclude):
@@ -88,10 +87,7 @@ def _find_paths(given: str, exclude: Sequence[str], left_out: Counter[str]) -> I
 
 def _find_below(folder: str, exclude: Sequence[str], left_out: Counter[str]) -> Iterator[File]:
     below = []
-    for root, folders, names in os.walk(folder, onerror=_not_listed):
-        for name in folders:
-            if os.path.islink(os.path.join(root, name)):
-                left_out["links to folders"] += 1
+    for root, _, names in _walk(folder, left_out):
         for name in names:
             below.append(os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/"))
     for relative in sorted(below):
@@ -99,6 +95,30 @@ def _find_below(folder: str, exclude: Sequence[str], left_out: Counter[str]) -> 
             left_out[reason] += 1
         else:
             yield from _plain(os.path.join(folder, relative), left_out)
+
+
+def _matches(pattern: str, left_out: Counter[str]) -> Iterator[str]:
+    """As `glob.glob` (hidden files only where the pattern names the dot), but "**" follows no link to a folder."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.glob(pattern)
+        return
+    at = parts.index("**")
+    behind = "/".join(parts[at + 1 :]) or "*"
+    for top in glob.glob("/".join([*parts[:at], ""])) if at else ["."]:
+        for root, folders, _ in _walk(top, left_out):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            root = root if at else root.removeprefix(".").removeprefix("/")
+            yield from _matches(os.path.join(glob.escape(root), behind), left_out)
+
+
+def _walk(top: str, left_out: Counter[str]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`, with a word on what it leaves out: links to folders, which may lead round in circles."""
+    for root, folders, names in os.walk(top, onerror=_not_listed):
+        for name in folders:
+            if os.path.islink(os.path.join(root, name)):
+                left_out["links to folders"] += 1
+        yield root, folders, names
 
 
 def _not_listed(error: OSError) -> None:
