@@ -24,7 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from data_prep import fast_bpe, pack, plan, sources, sums, worker
+from data_prep import fast_bpe, lock, pack, plan, sources, sums, worker
 from data_prep.errors import DataError
 from data_prep.progress import Progress
 from data_prep.row_index import Packing
@@ -66,26 +66,30 @@ def build(
     wanted, notes = plan.make_plan(settings, _tokenizer_info(tokenizer, settings))
     for note in notes:
         say(note)
-    if (folder / "manifest.json").exists():
-        manifest = Manifest.read(folder)
-        if manifest.settings.get("fingerprint") != wanted.fingerprint():
-            raise DataError(f"{folder} holds a dataset of other inputs, tokenizer or settings; choose another --out")
-        if changed := _modified_since(folder, wanted):
-            say(
-                f"warning: {len(changed)} input files were modified after {folder} was finished, the first"
-                f" {changed[0]}; what they hold now is not in it: choose another --out to build that"
-            )
-        say(f"{folder} is already built from these inputs")
-    else:
-        _prepare(folder, wanted, tokenizer, seq_len, packing)
-        job = _job(folder, wanted)
-        with _pool(job, min(workers, len(wanted.units))) as pool:
-            engine = _choose_engine(wanted, tokenizer, say)  # while the workers start
-            _run(job, pool, engine, workers, task, num_tasks, say)
-        if num_tasks > 1:
-            say(f"task {task} of {num_tasks} is done; when all are: pretrain-data merge {folder}")
-            return None
-    return merge(folder, seq_len=seq_len, packing=packing, say=say)
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock.held(folder, shared=num_tasks > 1):
+        if (folder / "manifest.json").exists():
+            manifest = Manifest.read(folder)
+            if manifest.settings.get("fingerprint") != wanted.fingerprint():
+                raise DataError(
+                    f"{folder} holds a dataset of other inputs, tokenizer or settings; choose another --out"
+                )
+            if changed := _modified_since(folder, wanted):
+                say(
+                    f"warning: {len(changed)} input files were modified after {folder} was finished, the first"
+                    f" {changed[0]}; what they hold now is not in it: choose another --out to build that"
+                )
+            say(f"{folder} is already built from these inputs")
+        else:
+            _prepare(folder, wanted, tokenizer, seq_len, packing)
+            job = _job(folder, wanted)
+            with _pool(job, min(workers, len(wanted.units))) as pool:
+                engine = _choose_engine(wanted, tokenizer, say)  # while the workers start
+                _run(job, pool, engine, workers, task, num_tasks, say)
+            if num_tasks > 1:
+                say(f"task {task} of {num_tasks} is done; when all are: pretrain-data merge {folder}")
+                return None
+        return _merge(folder, seq_len, packing, say)
 
 
 def merge(
@@ -99,6 +103,11 @@ def merge(
 
     Safe to repeat."""
     folder = Path(folder)
+    with lock.held(folder):
+        return _merge(folder, seq_len, packing, say)
+
+
+def _merge(folder: Path, seq_len: int | None, packing: Packing | None, say: Callable[[str], None]) -> Manifest:
     if not (folder / "manifest.json").exists():
         _write_manifest(folder, plan.Plan.read(folder / "build" / "plan.json"))
     if not (folder / sums.NAME).exists():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import worker
-from data_prep.build import build
+from data_prep.build import build, merge
 from data_prep.errors import DataError
 from data_prep.plan import Settings
 from data_prep.tokenizer import load_tokenizer
@@ -66,6 +66,34 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_of_two_equal_builds_at_once_the_second_is_refused_by_name_and_nothing_is_damaged(
+    corpus: Path, reference: dict[str, bytes], tokenizers: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    settings = Settings((str(corpus),), val_fraction=0.1)
+
+    def build_again(_: str) -> None:
+        for second in (
+            lambda: build(settings, tokenizers["bpe"], out, seq_len=256, say=quiet),
+            lambda: build(settings, tokenizers["bpe"], out, seq_len=256, num_tasks=2, say=quiet),
+            lambda: merge(out, say=quiet),
+        ):
+            if (out / "build").exists():
+                with pytest.raises(DataError, match="another build or merge is at work there"):
+                    second()
+                refused.append(second)
+
+    refused: list[object] = []
+    build(settings, tokenizers["bpe"], out, seq_len=256, say=build_again)
+    assert len(refused) >= 3
+    assert tree(out) == reference
+    said: list[str] = []
+    build(settings, tokenizers["bpe"], out, seq_len=256, say=said.append)
+    assert said[-1] == f"{out} is already built from these inputs"
+    with pytest.raises(DataError, match="no build is going on there"):
+        merge(tmp_path / "none", say=quiet)
 
 
 def test_finished_units_are_not_read_again(tokenizers: dict[str, Path], tmp_path: Path) -> None:
