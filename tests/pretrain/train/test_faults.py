@@ -30,7 +30,7 @@ from tests.pretrain.train import faulty
 from tests.pretrain.train.attempts import ENGINES, final_state
 
 Started = list[Rank | subprocess.Popen[bytes]]
-KILLS = int(os.environ.get("PRETRAIN_KILLS", "4"))
+KILLS = int(os.environ.get("PRETRAIN_KILLS", "2"))
 
 
 @contextmanager
