@@ -197,6 +197,7 @@ def test_a_second_start_of_a_living_run_is_refused(tmp_path: Path, data: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600 + 60 * KILLS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_runs_killed_at_random_moments_end_with_the_undisturbed_weights(
     tmp_path: Path, data: Path, engine: str
