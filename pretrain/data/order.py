@@ -31,7 +31,7 @@ def check_shape(rows: int, micro_batch_size: int, ranks: int) -> None:
     if rows < 1 or rows % (micro_batch_size * ranks):
         raise ConfigError(
             f"train.global_batch_size={rows} is no multiple of train.micro_batch_size={micro_batch_size} x "
-            f"{ranks} data-parallel ranks = {micro_batch_size * ranks}"
+            f"{ranks} data-parallel ranks = {micro_batch_size * ranks}; set it to a multiple, or change the others"
         )
 
 
